@@ -1,0 +1,66 @@
+"""Rotary position embedding of the draft head, computed by transformers from the target's own RoPE parameters.
+
+The head must rotate exactly as its target does, so the frequencies come from the library's table of RoPE types; a type
+that the library does not know is an error, never a fall-back to the default.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eyas.models.errors import UserError, nearest
+from eyas.models.head_config import HeadConfig
+
+
+def build_rope(config: HeadConfig) -> LlamaRotaryEmbedding:
+    """Return the rotary module of a head; called with (x, position_ids_BT) it gives cos and sin of [B, T, head_dim]."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type")
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    if kind not in known:
+        raise UserError(f"unknown RoPE type {kind!r}; known types are {', '.join(known)}.{nearest(str(kind), known)}")
+    partial = parameters.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise UserError(
+            f"the target rotates only {partial:.0%} of each head (partial_rotary_factor); draft heads for such targets "
+            "are not supported."
+        )
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(parameters),
+        )
+    )
+
+
+def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
+    """Return `x` rotated pairwise (first half against second half of the head dim, as Llama does)."""
+    first, second = x_BHTd.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_BHTd * cos_BTd.unsqueeze(1) + turned * sin_BTd.unsqueeze(1)
+
+
+def check_same_rope(head_rope: nn.Module, target_model: Any, config: HeadConfig) -> None:
+    """Raise UserError when the head's rotary angles differ from the target's at positions 0, 63, 5000 or the last."""
+    target_rope = getattr(target_model, "rotary_emb", None)
+    if target_rope is None:
+        return
+    last = config.max_position_embeddings - 1
+    positions = torch.tensor([[p for p in (0, 63, 5000) if p < last] + [last]])
+    probe = torch.zeros(1, 1, dtype=torch.float32)
+    ours = head_rope(probe, positions)
+    theirs = target_rope(probe.to(next(target_model.parameters()).device), positions)
+    for name, a, b in zip(("cos", "sin"), ours, theirs, strict=True):
+        if a.shape != b.shape or not torch.allclose(a, b.float().cpu(), atol=1e-5):
+            raise UserError(
+                f"the head's rotary {name} differs from the target's ({config.rope_parameters}); this target's RoPE "
+                "cannot be reproduced from its config, so a head for it would draft at wrong positions."
+            )

@@ -1,0 +1,34 @@
+"""The `eyas` command: one verb per file, parse and call. Errors of the user are one sentence and exit code 2."""
+
+import sys
+
+import typer
+
+from eyas.models.errors import UserError
+from eyas.scripts import run
+from eyas.scripts.stage import add_stage_verbs
+
+app = typer.Typer(
+    name="eyas",
+    help="Train EAGLE draft heads for a frozen language model and prove what they win.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+add_stage_verbs(app)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except UserError as error:
+        from eyas.train.progress import Reporter
+
+        Reporter().error(str(error))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

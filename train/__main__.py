@@ -1,0 +1,34 @@
+"""`accelerate launch -m eyas.train RECIPE [--out DIR] [--set k=v]...`: the train stage, on all ranks launched."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from eyas.models.errors import UserError
+from eyas.train.pipeline import run_stages
+from eyas.train.progress import Reporter
+from eyas.train.recipe_io import load_recipe
+from eyas.train.run_folder import default_run_folder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the train stage of a recipe and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m eyas.train", description="Train the head of a recipe.")
+    parser.add_argument("recipe", help="a YAML file or the name of a bundled recipe")
+    parser.add_argument("--out", type=Path, help="the run folder (default: runs/NAME)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value")
+    options = parser.parse_args(arguments)
+    reporter = Reporter(quiet=int(os.environ.get("RANK", "0")) != 0)
+    try:
+        recipe = load_recipe(options.recipe, options.set)
+        folder = options.out or default_run_folder(recipe.name)
+        run_stages(recipe, folder, first="train", last="train", reporter=reporter)
+    except UserError as error:
+        reporter.error(str(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The stages of a run, in order; each skipped when finished for its fingerprint, resumed when interrupted."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from eyas.data.corpus import write_atomically
+from eyas.models.errors import UserError, nearest
+from eyas.train.context import RunContext
+from eyas.train.progress import Reporter
+from eyas.train.recipe import Recipe
+from eyas.train.recipe_io import dump_recipe
+from eyas.train.run_folder import STAGES, RunFolder
+
+Stage = Callable[[RunContext], dict[str, Any]]
+
+
+def _stage(name: str) -> Stage:
+    """Return a stage's function; imported when it runs, because a finished run needs none of the heavy libraries."""
+    from importlib import import_module
+
+    return getattr(import_module(f"eyas.train.stage_{name}"), f"run_{name}")
+
+
+def run_stages(
+    recipe: Recipe, folder: Path, *, first: str = STAGES[0], last: str = STAGES[-1], reporter: Reporter
+) -> dict[str, Any]:
+    """Run the stages from `first` to `last` and return the run's summary.
+
+    Stages before `first` must be finished with the same settings; raises UserError naming the one that is not.
+    """
+    for name in (first, last):
+        if name not in STAGES:
+            raise UserError(f"unknown stage {name!r}; the stages are {', '.join(STAGES)}.{nearest(name, STAGES)}")
+    if STAGES.index(first) > STAGES.index(last):
+        raise UserError(f"nothing to run: stage {first!r} comes after {last!r}.")
+    context = RunContext(recipe, RunFolder(folder), reporter)
+    keys = context.fingerprints
+    for name in STAGES[: STAGES.index(first)]:
+        if not context.folder.is_finished(name, keys[name]):
+            state = "was made with other settings" if context.folder.record(name).get("finished") else "is not finished"
+            raise UserError(f"stage {name!r} {state} in {folder}; run it first: eyas {name} RECIPE --out {folder}")
+    write_atomically(folder / "recipe.yaml", dump_recipe(recipe))
+    for number, name in enumerate(STAGES, start=1):
+        if STAGES.index(first) <= number - 1 <= STAGES.index(last):
+            _run_stage(context, name, f"[{number}/{len(STAGES)}] {name}")
+    summary = summarise_run(context)
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+    return summary
+
+
+def _run_stage(context: RunContext, name: str, title: str) -> None:
+    key = context.fingerprints[name]
+    if context.folder.is_finished(name, key):
+        context.reporter.say(f"{title}: unchanged, skipped")
+        return
+    with _main_rank_first():
+        resumed = context.folder.begin(name, key)
+    context.reporter.say(f"{title}{': resuming' if resumed else ''}")
+    started = time.perf_counter()
+    try:
+        result = _stage(name)(context)
+    finally:
+        if _is_main_rank():
+            seconds = context.folder.add_seconds(name, time.perf_counter() - started)
+    if _is_main_rank():
+        context.folder.finish(name, result)
+        context.reporter.say(f"  done in {seconds:.0f} s")
+
+
+def _is_main_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _main_rank_first() -> AbstractContextManager[Any]:
+    """Return a context that the main rank passes before the others; nothing to wait for in a single process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return nullcontext()
+    from accelerate import PartialState
+
+    return PartialState().main_process_first()
+
+
+def summarise_run(context: RunContext) -> dict[str, Any]:
+    """Return what the run has: per stage its state, seconds and result."""
+    records = {name: context.folder.record(name) for name in STAGES}
+    return {
+        "recipe": context.recipe.name,
+        "folder": str(context.folder.path),
+        "stages": {
+            name: {"finished": bool(record.get("finished")), "seconds": record.get("seconds", 0.0)}
+            for name, record in records.items()
+        },
+        "results": {name: record.get("result", {}) for name, record in records.items()},
+    }

@@ -1,0 +1,160 @@
+"""The recipe: one complete, strict description of a run. Unknown keys and values out of range are errors.
+
+Each section belongs to one stage; a stage's fingerprint covers its section, so changing a key reruns that stage and
+those after it, and nothing else.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A strict, immutable recipe section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSection(Section):
+    """The frozen target and the arguments its chat template is served with."""
+
+    model: str
+    template_arguments: dict[str, Any] = {}
+    device: str = "auto"
+
+
+class AnswerStyleSection(Section):
+    """One way of sampling replies; every training prompt is answered once in each."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: NonNegative = 0
+
+
+class SynthesizeSection(Section):
+    """What the target writes: its own prompts, and replies to those and to the given prompt files."""
+
+    prompts: tuple[str, ...] = ("bundled:train",)
+    self_prompts: NonNegative = 0
+    self_heldout: NonNegative = 0
+    validation: Positive = 32
+    prompt_temperature: Annotated[float, Field(gt=0)] = 1.0
+    prompt_top_k: NonNegative = 50
+    answers: Annotated[tuple[AnswerStyleSection, ...], Field(min_length=1)] = (AnswerStyleSection(),)
+    max_prompt_tokens: Positive = 256
+    max_reply_tokens: Positive = 160
+    batch: Positive = 64
+    rows_per_part: Positive = 64
+    dtype: Dtype = "bfloat16"
+    seed: NonNegative = 0
+
+
+class ExtractSection(Section):
+    """How features are computed and stored."""
+
+    tokens_per_batch: Positive = 4096
+    rows_per_shard: Positive = 128
+    dtype: Dtype = "bfloat16"
+    state_dtype: Dtype = "bfloat16"
+
+
+class HeadSection(Section):
+    """The draft head. Empty aux_layers means the default (2, L//2, L-3)."""
+
+    aux_layers: tuple[int, ...] = ()
+    draft_vocab_size: Positive = 8192
+    intermediate_size: Positive | None = None
+    init: Literal["target", "random"] = "target"
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class TrainSection(Section):
+    """Training-time test. `steps` are optimizer steps; `batching` packs rows into lines or pads one row per line."""
+
+    steps: Positive = 1000
+    loss: Literal["kl", "ce", "lk"] = "kl"
+    ttt_steps: Positive = 3
+    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    keep_oov: bool = False
+    batching: Literal["packed", "padded"] = "packed"
+    line_length: Positive = 512
+    lines_per_batch: Positive = 1
+    accumulate: Positive = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NonNegative = 20
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.05
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    precision: Literal["bf16", "fp32"] = "bf16"
+    validate_every: Positive = 100
+    checkpoint_every: Positive = 100
+    tracker: Literal["none", "wandb"] = "none"
+    seed: NonNegative = 0
+
+
+class ChainSection(Section):
+    """A chain of `depth` drafts."""
+
+    depth: Positive = 5
+
+
+class TreeSection(Section):
+    """A dynamic tree."""
+
+    depth: Positive = 5
+    top_k: Positive = 8
+    num_draft_tokens: Positive = 16
+
+
+class EvaluateSection(Section):
+    """Held-out decoding. `sampled_prompts` bounds how many prompts per set are also decoded at each T > 0 (0: none)."""
+
+    prompts: tuple[str, ...] = ("bundled:eval",)
+    self_heldout: bool = True
+    max_new_tokens: Positive = 64
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (0.0, 1.0)
+    sampled_prompts: NonNegative = 12
+    chain: ChainSection = ChainSection()
+    tree: TreeSection = TreeSection()
+    dtype: Dtype = "float32"
+    seed: NonNegative = 0
+
+
+class ExportSection(Section):
+    """The exported checkpoint."""
+
+    dtype: Dtype = "bfloat16"
+
+
+class Recipe(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    target: TargetSection
+    synthesize: SynthesizeSection = SynthesizeSection()
+    extract: ExtractSection = ExtractSection()
+    head: HeadSection = HeadSection()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    export: ExportSection = ExportSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        longest = self.synthesize.max_prompt_tokens + self.synthesize.max_reply_tokens
+        if self.train.line_length < longest:
+            raise ValueError(
+                f"train.line_length {self.train.line_length} is shorter than the longest row, "
+                f"synthesize.max_prompt_tokens + max_reply_tokens = {longest}"
+            )
+        if not self.synthesize.prompts and not self.synthesize.self_prompts:
+            raise ValueError("there is nothing to train on: give synthesize.prompts or raise synthesize.self_prompts")
+        if not self.evaluate.prompts and not (self.evaluate.self_heldout and self.synthesize.self_heldout):
+            raise ValueError("there is nothing to evaluate on: give evaluate.prompts or raise synthesize.self_heldout")
+        return self

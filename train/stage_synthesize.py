@@ -1,0 +1,33 @@
+"""The synthesize stage: the target writes the corpus of the recipe."""
+
+from dataclasses import asdict
+from typing import Any
+
+from eyas.data.conversation import read_prompts
+from eyas.data.encode import ChatTemplate
+from eyas.data.synthesize import AnswerStyle, SynthesisPlan, synthesize
+from eyas.models.target import load_tokenizer
+from eyas.train.context import RunContext
+
+
+def run_synthesize(context: RunContext) -> dict[str, Any]:
+    """Write corpus/corpus.jsonl and return its counts."""
+    section = context.recipe.synthesize
+    prompts = [prompt for source in section.prompts for prompt in read_prompts(source)]
+    template = ChatTemplate(load_tokenizer(context.recipe.target.model), context.recipe.target.template_arguments)
+    plan = SynthesisPlan(
+        self_prompts=section.self_prompts,
+        self_heldout=section.self_heldout,
+        validation=section.validation,
+        prompt_style=AnswerStyle(section.prompt_temperature, section.prompt_top_k),
+        answer_styles=tuple(AnswerStyle(style.temperature, style.top_k) for style in section.answers),
+        max_prompt_tokens=section.max_prompt_tokens,
+        max_reply_tokens=section.max_reply_tokens,
+        batch=section.batch,
+        rows_per_part=section.rows_per_part,
+        seed=section.seed,
+    )
+    target = context.load_target(section.dtype, tapped=False)
+    with context.reporter.bar("tok") as bar:
+        report = synthesize(target, template, prompts, plan, context.folder.of("synthesize"), bar.update)
+    return asdict(report)

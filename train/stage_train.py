@@ -1,0 +1,178 @@
+"""The train stage: from features to the best head by replayed acceptance."""
+
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from eyas.data.corpus import load_corpus
+from eyas.data.encode import ChatTemplate
+from eyas.data.feature_store import FeatureRow, FeatureStore
+from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.errors import UserError
+from eyas.models.head_config import head_config_for
+from eyas.models.rope import check_same_rope
+from eyas.models.target import Target, load_tokenizer
+from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
+from eyas.train.context import RunContext
+from eyas.train.loop import LoopPlan, MetricsFile, train_head
+from eyas.train.objective import ObjectivePlan, TrainingTimeTest
+
+
+def run_train(context: RunContext) -> dict[str, Any]:
+    """Train the recipe's head into training/best and return losses, acceptance and coverage."""
+    recipe = context.recipe
+    folder = context.folder.of("train")
+    store = FeatureStore(context.folder.of("extract"))
+    store.check_target(target_fingerprint=context.target_fingerprint, aux_layers=context.aux_layers)
+    splits = {row.id: row.split for row in load_corpus(context.folder.of("synthesize") / "corpus.jsonl")}
+    rows = store.rows()
+    training = [row for row in rows if splits[row.id] == "train"]
+    validation = [row for row in rows if splits[row.id] == "validation"]
+    if not training or not validation:
+        raise UserError(
+            f"the corpus has {len(training)} training and {len(validation)} validation rows; it needs both."
+        )
+
+    accelerator = make_accelerator(context)
+    torch.manual_seed(recipe.train.seed)
+    target = context.load_target("float32", tapped=True)
+    vocabulary, coverage = choose_vocabulary(context, target, training, validation)
+    head = build_head(context, target, vocabulary)
+    module = TrainingTimeTest(
+        head,
+        target.head.rows(vocabulary.token_ids_U.to(target.device)).to(dtype=torch.float32, device=accelerator.device),
+        vocabulary.draft_ids_V.to(accelerator.device),
+        ObjectivePlan(
+            loss=recipe.train.loss,
+            step_weights=tuple(recipe.train.step_decay**step for step in range(recipe.train.ttt_steps)),
+            keep_oov=recipe.train.keep_oov,
+        ),
+    )
+    del target
+    plan = loop_plan(context)
+    checkpoints = sorted((folder / "checkpoints").glob("step-*.pt"))
+    metrics = MetricsFile(
+        folder / "metrics.jsonl", resume_step=int(checkpoints[-1].stem.split("-")[1]) if checkpoints else -1
+    )
+    with context.reporter.bar("tok") as bar:
+
+        def report(fields: dict[str, Any]) -> None:
+            if not accelerator.is_main_process:
+                return
+            metrics.write(fields)
+            accelerator.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step=fields["step"])
+            if fields["event"] == "validation":
+                bar.progress.console.print(
+                    f"  step {fields['step']:>5}: held-out chain tau {fields['tau']:.3f} by replay of rounds "
+                    f"(slot average {fields['slot_tau']:.3f}), best {fields['best_tau']:.3f}"
+                )
+            else:
+                note = (
+                    f"loss {fields['loss']:.3f}, {fields['tokens_per_second']:.0f} tok/s, epoch {fields['epoch']:.1f}"
+                )
+                bar.update("training", fields["step"], plan.steps, 0, note)
+
+        position = train_head(
+            module, training, validation, plan, folder, accelerator=accelerator,
+            key=context.fingerprints["train"], report=report,
+        )  # fmt: skip
+    accelerator.end_training()
+    return {
+        "steps": position.step,
+        "best_step": position.best_step,
+        "best_validation_tau": position.best_tau,
+        "history": position.history,
+        "coverage": coverage,
+        "head_parameters": sum(p.numel() for p in head.parameters()),
+        "supervised_tokens": sum(int(row.generated_mask_T.sum()) for row in training),
+        "trained_length": max(len(row) for row in training),
+    }
+
+
+def make_accelerator(context: RunContext) -> Accelerator:
+    """Return the accelerator of a training run: bf16 autocast or fp32, tracker or none."""
+    section = context.recipe.train
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator = Accelerator(
+            cpu=context.device == "cpu",
+            mixed_precision="bf16" if section.precision == "bf16" else "no",
+            log_with=None if section.tracker == "none" else section.tracker,
+        )
+    if section.tracker != "none":
+        accelerator.init_trackers("eyas", config={"recipe": context.recipe.name, **section.model_dump(mode="json")})
+    return accelerator
+
+
+def choose_vocabulary(
+    context: RunContext, target: Target, training: list[FeatureRow], validation: list[FeatureRow]
+) -> tuple[DraftVocabulary, dict[str, float]]:
+    """Return the draft vocabulary from the training rows' counts, and its coverage of generated tokens per split."""
+    tokenizer = load_tokenizer(context.recipe.target.model)
+    template = ChatTemplate(tokenizer, context.recipe.target.template_arguments)
+    counts = {
+        name: token_counts(rows, target.vocab_size) for name, rows in (("train", training), ("validation", validation))
+    }
+    forced = {template.end_of_turn, *tokenizer.all_special_ids}
+    vocabulary = DraftVocabulary.from_counts(counts["train"], size=context.recipe.head.draft_vocab_size, forced=forced)
+    coverage = {name: vocabulary.coverage(count) for name, count in counts.items()}
+    context.reporter.say(
+        f"  draft vocabulary: {len(vocabulary)} of {target.vocab_size} tokens, covering "
+        + ", ".join(f"{share:.2%} of generated {name} tokens" for name, share in coverage.items())
+    )
+    return vocabulary, coverage
+
+
+def token_counts(rows: list[FeatureRow], vocab_size: int) -> torch.Tensor:
+    """Return how often the target generated each token, int64 [V]."""
+    generated = torch.cat([row.input_ids_T[row.generated_mask_T.bool()] for row in rows])
+    return torch.bincount(generated, minlength=vocab_size)
+
+
+def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary) -> Eagle3Head:
+    """Return the recipe's head, initialised, with map and embedding in place."""
+    section = context.recipe.head
+    config = head_config_for(
+        target.config,
+        aux_layers=context.aux_layers,
+        draft_vocab_size=len(vocabulary),
+        intermediate_size=section.intermediate_size,
+        norm_before_residual=section.norm_before_residual,
+        norm_before_fc=section.norm_before_fc,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+    )
+    head = Eagle3Head(config)
+    check_same_rope(head.rope, target.decoder, config)
+    if section.init == "target":
+        init_from_target(head, target, vocabulary)
+    else:
+        init_random(head)
+    set_vocabulary(head, vocabulary)
+    head.use_embedding(target.embedding)
+    return head.to(target.device)
+
+
+def loop_plan(context: RunContext) -> LoopPlan:
+    """Return the loop's settings from the recipe."""
+    section = context.recipe.train
+    return LoopPlan(
+        steps=section.steps,
+        accumulate=section.accumulate,
+        line_length=section.line_length,
+        lines_per_batch=section.lines_per_batch,
+        packed=section.batching == "packed",
+        learning_rate=section.learning_rate,
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+        warmup_steps=section.warmup_steps,
+        floor=section.floor,
+        clip=section.clip,
+        validate_every=section.validate_every,
+        checkpoint_every=section.checkpoint_every,
+        validation_depth=context.recipe.evaluate.chain.depth,
+        seed=section.seed,
+    )
