@@ -33,12 +33,14 @@ class SynthesisPlan:
     """What to write. The target writes `self_prompts` training prompts and `self_heldout` more for evaluation.
 
     `validation` prompts, half of them self-written and half taken evenly from the given ones, are kept from training
-    and answered greedily: the checkpoint is chosen on them, never on the held-out ones.
+    and answered greedily: the checkpoint is chosen on them, never on the held-out ones. A self-written prompt that does
+    not end within `self_prompt_tokens` is dropped.
     """
 
     self_prompts: int
     self_heldout: int
     validation: int
+    self_prompt_tokens: int
     prompt_style: AnswerStyle
     answer_styles: tuple[AnswerStyle, ...]
     max_prompt_tokens: int
@@ -68,7 +70,7 @@ def synthesize(
     decoder = BatchDecoder(
         target,
         batch=plan.batch,
-        capacity=max(plan.max_prompt_tokens + plan.max_reply_tokens, 2 * plan.max_prompt_tokens),
+        capacity=plan.max_prompt_tokens + max(plan.max_reply_tokens, plan.self_prompt_tokens),
     )
     stop_ids = stop_token_ids(template, target)
     self_validation, given_validation = _validation_shares(plan, len(prompts))
@@ -120,7 +122,7 @@ def _self_prompts(
     for number in range(wanted + wanted // 3):
         name = f"self-{number:06d}"
         requests[name] = Request(
-            name, prefix, plan.max_prompt_tokens - len(prefix) - 8, stop_ids, plan.prompt_style.temperature,
+            name, prefix, plan.self_prompt_tokens, stop_ids, plan.prompt_style.temperature,
             plan.prompt_style.top_k, _seed(plan.seed, name),
         )  # fmt: skip
     origin = {

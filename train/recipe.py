@@ -41,6 +41,7 @@ class SynthesizeSection(Section):
     self_prompts: NonNegative = 0
     self_heldout: NonNegative = 0
     validation: Positive = 32
+    self_prompt_tokens: Positive = 64
     prompt_temperature: Annotated[float, Field(gt=0)] = 1.0
     prompt_top_k: NonNegative = 50
     answers: Annotated[tuple[AnswerStyleSection, ...], Field(min_length=1)] = (AnswerStyleSection(),)

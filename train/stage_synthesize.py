@@ -19,6 +19,7 @@ def run_synthesize(context: RunContext) -> dict[str, Any]:
         self_prompts=section.self_prompts,
         self_heldout=section.self_heldout,
         validation=section.validation,
+        self_prompt_tokens=section.self_prompt_tokens,
         prompt_style=AnswerStyle(section.prompt_temperature, section.prompt_top_k),
         answer_styles=tuple(AnswerStyle(style.temperature, style.top_k) for style in section.answers),
         max_prompt_tokens=section.max_prompt_tokens,

@@ -1,0 +1,86 @@
+"""The exported head in a real vLLM: it loads, drafts what we draft, and accepts as often as our own chain says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eyas.tests.toys import save_tiny_model
+from eyas.tests.vllm_job import run_ours, run_vllm
+from eyas.train.pipeline import run_stages
+from eyas.train.progress import Reporter
+from eyas.train.recipe_io import load_recipe
+
+pytestmark = pytest.mark.vllm
+DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole tiny run on a target whose text is regular enough for a head to learn it."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = save_tiny_model(
+        folder / "model",
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.08,
+    )
+    for name in ("train", "eval"):
+        prompts = [
+            {"id": f"{name}-{i}", "messages": [{"role": "user", "content": f"{name} {i * i}"}]} for i in range(48)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    recipe = {
+        "name": "vllm",
+        "target": {"model": str(model), "device": "cpu"},
+        "synthesize": {
+            "prompts": [str(folder / "train.jsonl")], "validation": 8, "max_prompt_tokens": 64, "max_reply_tokens": 64,
+            "dtype": "float32",
+        },
+        "extract": {"dtype": "float32", "state_dtype": "float32"},
+        "head": {"draft_vocab_size": 200},
+        "train": {"steps": 150, "line_length": 128, "precision": "fp32", "learning_rate": 3e-3, "validate_every": 75},
+        "evaluate": {"prompts": [str(folder / "eval.jsonl")], "sampled_prompts": 0, "max_new_tokens": 8},
+        "export": {"dtype": "float32"},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    run_stages(load_recipe(str(folder / "recipe.yaml")), folder / "run", reporter=Reporter(quiet=True))
+    return folder
+
+
+def test_vllm_accepts_as_often_as_our_chain(run: Path) -> None:
+    corpus = [json.loads(line) for line in (run / "run" / "corpus" / "corpus.jsonl").read_text().splitlines()]
+    prompts = [row["prompt_ids"] for row in corpus[:24]]
+    model, head = str(run / "model"), run / "run" / "head"
+    stop = frozenset({int(json.loads((run / "model" / "config.json").read_text())["eos_token_id"])})
+
+    texts, ours = run_ours(target=model, head=head, depth=DEPTH, prompts=prompts, tokens=64, stop_ids=stop)
+    theirs = run_vllm(run / "job", target=model, head=head, depth=DEPTH, prompts=prompts, tokens=64)
+
+    assert ours.tau > 1.2, "the head learned nothing, so the comparison would say nothing"
+    assert theirs["token_ids"] == texts
+    assert theirs["mean_acceptance_length"] == pytest.approx(ours.tau, rel=0.03)
+    for position, accepted in enumerate(theirs["accepted_per_pos"]):
+        assert accepted / theirs["num_drafts"] == pytest.approx(ours.survival[position], abs=0.02)
+
+
+def test_a_head_whose_layer_ids_are_off_by_one_accepts_less(run: Path, tmp_path: Path) -> None:
+    """The comparison above can fail: the same head read at the wrong layers is seen in vLLM's own counters."""
+    model, head = str(run / "model"), run / "run" / "head"
+    wrong = tmp_path / "head"
+    wrong.mkdir()
+    (wrong / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes())
+    config = json.loads((head / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [k - 1 for k in config["eagle_aux_hidden_state_layer_ids"]]
+    (wrong / "config.json").write_text(json.dumps(config))
+    corpus = [json.loads(line) for line in (run / "run" / "corpus" / "corpus.jsonl").read_text().splitlines()]
+    prompts = [row["prompt_ids"] for row in corpus[:24]]
+
+    right = run_vllm(tmp_path / "right", target=model, head=head, depth=DEPTH, prompts=prompts, tokens=64)
+    off = run_vllm(tmp_path / "off", target=model, head=wrong, depth=DEPTH, prompts=prompts, tokens=64)
+
+    assert off["token_ids"] == right["token_ids"]
+    assert off["mean_acceptance_length"] < right["mean_acceptance_length"] - 0.02
