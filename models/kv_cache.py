@@ -58,6 +58,17 @@ class _Layer(CacheLayerMixin):
         return int(self.keys.shape[2])
 
 
+def check_full_attention(config: PreTrainedConfig) -> None:
+    """Raise UserError unless every layer of a target is standard full attention."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if kinds != {"full_attention"} or window:
+        raise UserError(
+            f"this target's attention is {', '.join(sorted(kinds))} with sliding window {window}; the bundled runtime "
+            "serves targets whose layers are all full attention."
+        )
+
+
 class KVCache(Cache):
     """A preallocated cache for `batch` rows of up to `capacity` tokens."""
 
@@ -65,13 +76,7 @@ class KVCache(Cache):
         self, config: PreTrainedConfig, *, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise UserError for targets whose layers are not all standard full attention."""
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-            raise UserError(
-                f"this target mixes attention kinds ({', '.join(sorted(kinds))}, sliding window "
-                f"{getattr(config, 'sliding_window', None)}); the bundled runtime serves targets whose layers are all "
-                "full attention."
-            )
+        check_full_attention(config)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

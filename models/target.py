@@ -165,8 +165,9 @@ def _tap_input(taps: dict[int, Tensor]) -> Any:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a target; raises UserError when it has no chat template."""
+    folder = resolve_model(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(name))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the tokenizer of {name!r}: {error}") from error
     if not tokenizer.chat_template:

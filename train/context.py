@@ -5,10 +5,13 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig, PreTrainedConfig
 
-from eyas.data.conversation import bundled_prompts
+from eyas.data.conversation import bundled_prompts, read_prompts
+from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
-from eyas.models.head_config import default_aux_layers
+from eyas.models.head_config import check_aux_layers, default_aux_layers
+from eyas.models.kv_cache import check_full_attention
 from eyas.models.target import Target, model_fingerprint
 from eyas.train.progress import Reporter
 from eyas.train.recipe import Recipe
@@ -40,19 +43,30 @@ class RunContext:
     @cached_property
     def aux_layers(self) -> tuple[int, ...]:
         """The aux layers of the recipe, or the default ones of its target."""
-        return self.recipe.head.aux_layers or default_aux_layers(self.num_layers)
+        return self.recipe.head.aux_layers or default_aux_layers(self.target_config.num_hidden_layers)
 
     @cached_property
-    def num_layers(self) -> int:
-        from transformers import AutoConfig
-
-        from eyas.models.bundled import resolve_model
-
+    def target_config(self) -> PreTrainedConfig:
+        """The target's own (text) config, read without loading its weights."""
+        name = self.recipe.target.model
+        folder = resolve_model(name)
         try:
-            config = AutoConfig.from_pretrained(resolve_model(self.recipe.target.model))
+            return AutoConfig.from_pretrained(folder).get_text_config()
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read the config of target {self.recipe.target.model!r}: {error}") from None
-        return int(config.get_text_config().num_hidden_layers)
+            raise UserError(f"cannot read the config of target {name!r}: {error}") from None
+
+    def check(self) -> None:
+        """Raise UserError for anything in the recipe that does not fit its target or its files, before any work."""
+        config = self.target_config
+        check_aux_layers(self.aux_layers, num_layers=config.num_hidden_layers)
+        check_full_attention(config)
+        if self.recipe.head.draft_vocab_size > config.vocab_size:
+            raise UserError(
+                f"head.draft_vocab_size {self.recipe.head.draft_vocab_size} is larger than the target's vocabulary of "
+                f"{config.vocab_size} tokens; set it to at most that."
+            )
+        for source in (*self.recipe.synthesize.prompts, *self.recipe.evaluate.prompts):
+            read_prompts(source)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

@@ -107,14 +107,14 @@ def train_head(
         lr=plan.learning_rate, betas=plan.betas, weight_decay=plan.weight_decay, fused=True,
     )  # fmt: skip
     position = Position()
-    state = load_state(folder / "checkpoints", key=key)
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    state = load_state(folder / "checkpoints", key=key, processes=ranks)
     if state:
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
         position = Position(**state["position"])
     wrapped, optimizer = accelerator.prepare(module, optimizer)
     batches = Batches(rows, plan)
-    ranks, rank = accelerator.num_processes, accelerator.process_index
     started, seen = time.perf_counter(), 0
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
@@ -177,6 +177,7 @@ def train_head(
                 optimizer=optimizer.state_dict(),
                 position=position,
                 key=key,
+                processes=ranks,
             )
     return position
 

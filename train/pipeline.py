@@ -39,6 +39,7 @@ def run_stages(
     if STAGES.index(first) > STAGES.index(last):
         raise UserError(f"nothing to run: stage {first!r} comes after {last!r}.")
     context = RunContext(recipe, RunFolder(folder), reporter)
+    context.check()
     keys = context.fingerprints
     for name in STAGES[: STAGES.index(first)]:
         if not context.folder.is_finished(name, keys[name]):

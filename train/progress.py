@@ -17,13 +17,19 @@ from rich.progress import (
 )
 
 
+SECONDS_PER_LINE = 30.0
+
+
 class Bar:
-    """One bar. `update` sets the count and adds units (tokens) to the rate shown behind it."""
+    """One bar. `update` sets the count and adds units (tokens) to the rate shown behind it.
+
+    Where stderr is no terminal a line is printed every half minute instead of a moving bar.
+    """
 
     def __init__(self, console: Console, unit: str) -> None:
         self.unit = unit
         self.units = 0
-        self.started = time.perf_counter()
+        self.started = self.printed = time.perf_counter()
         self.progress = Progress(
             TextColumn("  {task.description}"),
             BarColumn(bar_width=30),
@@ -39,14 +45,21 @@ class Bar:
         self.phase = ""
 
     def update(self, phase: str, done: int, total: int, units: int, note: str = "") -> None:
-        """Show `done` of `total` in a phase; `units` were worked off since the last call."""
+        """Show `done` of `total` in a phase, unless there is nothing to do; `units` were worked off since last."""
+        if total == 0:
+            return
         if self.task is None or phase != self.phase:
             self.phase, self.units, self.started = phase, 0, time.perf_counter()
             self.task = self.progress.add_task(phase, total=total, completed=done, rate="")
         self.units += units
         elapsed = time.perf_counter() - self.started
         rate = f"{self.units / elapsed:.0f} {self.unit}/s" if self.units and elapsed > 0.5 else ""
-        self.progress.update(self.task, completed=done, total=total, rate=f"{rate} {note}".strip())
+        text = f"{rate} {note}".strip()
+        self.progress.update(self.task, completed=done, total=total, rate=text)
+        console = self.progress.console
+        if not console.is_terminal and time.perf_counter() - self.printed >= SECONDS_PER_LINE:
+            self.printed = time.perf_counter()
+            console.print(f"  {phase} {done}/{total} {text}".rstrip(), markup=False, soft_wrap=True)
 
 
 class Reporter:
@@ -57,7 +70,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
         """Print an error, even when silent otherwise."""

@@ -10,13 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
     """A strict, immutable recipe section."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -76,7 +77,10 @@ class HeadSection(Section):
 
 
 class TrainSection(Section):
-    """Training-time test. `steps` are optimizer steps; `batching` packs rows into lines or pads one row per line."""
+    """Training-time test. `steps` are optimizer steps; `batching` packs rows into lines or pads one row per line.
+
+    The best checkpoint is chosen by the replayed tau of a chain of `validation_depth`.
+    """
 
     steps: Positive = 1000
     loss: Literal["kl", "ce", "lk"] = "kl"
@@ -88,13 +92,14 @@ class TrainSection(Section):
     lines_per_batch: Positive = 1
     accumulate: Positive = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 20
     floor: Annotated[float, Field(ge=0, le=1)] = 0.05
     clip: Annotated[float, Field(gt=0)] = 1.0
     precision: Literal["bf16", "fp32"] = "bf16"
     validate_every: Positive = 100
+    validation_depth: Positive = 5
     checkpoint_every: Positive = 100
     tracker: Literal["none", "wandb"] = "none"
     seed: NonNegative = 0

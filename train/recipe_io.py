@@ -17,10 +17,11 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
     path = _find(source)
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {source!r} is not YAML: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {source!r} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict):
-        raise UserError(f"recipe {source!r} is empty; start from a bundled one: {', '.join(bundled_recipes())}.")
+        found = "is empty" if fields is None else f"holds a {type(fields).__name__} instead of sections"
+        raise UserError(f"recipe {source!r} {found}; start from a bundled one: {', '.join(bundled_recipes())}.")
     for override in overrides or []:
         _apply(fields, override)
     return parse_recipe(fields, where=source)
@@ -29,7 +30,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
 def parse_recipe(fields: dict[str, Any], *, where: str) -> Recipe:
     """Return the validated recipe of plain fields."""
     try:
-        return Recipe(**fields)
+        return Recipe.model_validate(fields)
     except ValidationError as error:
         raise UserError(f"recipe {where}: {_explain(error)}") from None
 
@@ -68,7 +69,10 @@ def _apply(fields: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"--set {override!r}: {parent!r} is a value, not a section.")
         fields = inner
-    fields[last] = yaml.safe_load(text)
+    try:
+        fields[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override!r}: the value is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _explain(error: ValidationError) -> str:

@@ -69,6 +69,7 @@ class RunFolder:
         resumed = record.get("fingerprint") == key and not record.get("finished") and self.of(stage).exists()
         if not resumed:
             shutil.rmtree(self.of(stage), ignore_errors=True)
+            self.of(stage).mkdir(parents=True)  # the ranks that follow the first one find an attempt under way
             self._write(stage, {"fingerprint": key, "finished": False, "seconds": 0.0, "result": {}})
         return resumed
 

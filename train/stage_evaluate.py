@@ -1,6 +1,7 @@
 """The evaluate stage: held-out prompts decoded by the bundled runtime, and the report."""
 
 import json
+import shlex
 import sys
 from importlib import metadata
 from typing import Any
@@ -53,7 +54,7 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
         "prompt_hash": fingerprint({prompt.id: prompt.prompt_ids for prompt in prompts}),
         "settings": section.model_dump(mode="json"),
         "versions": versions(),
-        "command": " ".join(["eyas", *sys.argv[1:]]),
+        "command": shlex.join(["eyas", *sys.argv[1:]]),
         "training": context.folder.record("train").get("result", {}),
         "results": summarise(measurements),
     }

@@ -52,22 +52,23 @@ def run_train(context: RunContext) -> dict[str, Any]:
         ),
     )
     del target
+    usable = usable_rows(context, module, training)
     plan = loop_plan(context)
     checkpoints = sorted((folder / "checkpoints").glob("step-*.pt"))
-    metrics = MetricsFile(
-        folder / "metrics.jsonl", resume_step=int(checkpoints[-1].stem.split("-")[1]) if checkpoints else -1
-    )
+    resume_step = int(checkpoints[-1].stem.split("-")[1]) if checkpoints else -1
+    metrics = MetricsFile(folder / "metrics.jsonl", resume_step=resume_step) if accelerator.is_main_process else None
     with context.reporter.bar("tok") as bar:
 
         def report(fields: dict[str, Any]) -> None:
-            if not accelerator.is_main_process:
+            if metrics is None:
                 return
             metrics.write(fields)
             accelerator.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step=fields["step"])
             if fields["event"] == "validation":
                 bar.progress.console.print(
                     f"  step {fields['step']:>5}: held-out chain tau {fields['tau']:.3f} by replay of rounds "
-                    f"(slot average {fields['slot_tau']:.3f}), best {fields['best_tau']:.3f}"
+                    f"(slot average {fields['slot_tau']:.3f}), best {fields['best_tau']:.3f}",
+                    soft_wrap=True,
                 )
             else:
                 note = (
@@ -76,7 +77,7 @@ def run_train(context: RunContext) -> dict[str, Any]:
                 bar.update("training", fields["step"], plan.steps, 0, note)
 
         position = train_head(
-            module, training, validation, plan, folder, accelerator=accelerator,
+            module, usable, validation, plan, folder, accelerator=accelerator,
             key=context.fingerprints["train"], report=report,
         )  # fmt: skip
     accelerator.end_training()
@@ -87,8 +88,10 @@ def run_train(context: RunContext) -> dict[str, Any]:
         "history": position.history,
         "coverage": coverage,
         "head_parameters": sum(p.numel() for p in head.parameters()),
-        "supervised_tokens": sum(int(row.generated_mask_T.sum()) for row in training),
-        "trained_length": max(len(row) for row in training),
+        "rows": len(usable),
+        "rows_without_slots": len(training) - len(usable),
+        "supervised_tokens": sum(int(row.generated_mask_T.sum()) for row in usable),
+        "trained_length": max(len(row) for row in usable),
     }
 
 
@@ -124,6 +127,17 @@ def choose_vocabulary(
         + ", ".join(f"{share:.2%} of generated {name} tokens" for name, share in coverage.items())
     )
     return vocabulary, coverage
+
+
+def usable_rows(context: RunContext, module: TrainingTimeTest, rows: list[FeatureRow]) -> list[FeatureRow]:
+    """Return the rows that train at least one slot, and say how many do not; raises UserError when none does."""
+    usable = [row for row in rows if module.trains(row)]
+    reasons = "replies of a single token, or none of the target's tokens in the draft vocabulary"
+    if not usable:
+        raise UserError(f"none of the {len(rows)} training rows has a slot to train ({reasons}); give other prompts.")
+    if len(usable) < len(rows):
+        context.reporter.say(f"  left out {len(rows) - len(usable)} of {len(rows)} rows without slots ({reasons})")
+    return usable
 
 
 def token_counts(rows: list[FeatureRow], vocab_size: int) -> torch.Tensor:
@@ -173,6 +187,6 @@ def loop_plan(context: RunContext) -> LoopPlan:
         clip=section.clip,
         validate_every=section.validate_every,
         checkpoint_every=section.checkpoint_every,
-        validation_depth=context.recipe.evaluate.chain.depth,
+        validation_depth=section.validation_depth,
         seed=section.seed,
     )

@@ -8,7 +8,7 @@ from rich.table import Table
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print stage times, acceptance and speed, and where things are, to stdout."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     times = Table(title=f"{summary['recipe']}: stages", title_justify="left")
     for column in ("stage", "seconds", "result"):
         times.add_column(column, justify="right" if column == "seconds" else "left")
@@ -22,7 +22,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     entries = summary["results"]["evaluate"].get("results", [])
     if entries:
         console.print(_acceptance_table(entries))
-    console.print(f"everything is in {summary['folder']} (evaluation/report.html to look at, head/ to serve)")
+    console.print(f"everything is in {summary['folder']} (evaluation/report.html to look at, head/ to serve)", soft_wrap=True)
 
 
 def _describe(name: str, result: dict[str, Any]) -> str:

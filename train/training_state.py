@@ -25,13 +25,16 @@ class Position:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save_state(folder: Path, *, head: dict[str, Any], optimizer: dict[str, Any], position: Position, key: str) -> None:
+def save_state(
+    folder: Path, *, head: dict[str, Any], optimizer: dict[str, Any], position: Position, key: str, processes: int
+) -> None:
     """Write the state of a step; older files beyond the last two are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{position.step:07d}.pt"
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     with temporary.open("wb") as file:
-        torch.save({"key": key, "head": head, "optimizer": optimizer, "position": position.__dict__}, file)
+        state = {"key": key, "processes": processes, "position": position.__dict__}
+        torch.save({**state, "head": head, "optimizer": optimizer}, file)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -39,10 +42,14 @@ def save_state(folder: Path, *, head: dict[str, Any], optimizer: dict[str, Any],
         old.unlink()
 
 
-def load_state(folder: Path, *, key: str) -> dict[str, Any] | None:
-    """Return the newest state, None when there is none; raises UserError when it belongs to other settings or data."""
+def load_state(folder: Path, *, key: str, processes: int) -> dict[str, Any] | None:
+    """Return the newest state, None when there is none.
+
+    Raises UserError when it belongs to other settings or data, or to another number of processes: which rows a step
+    takes depends on that, so going on would repeat some rows and miss others.
+    """
     for stale in folder.glob(".step-*.tmp"):
-        stale.unlink()
+        stale.unlink(missing_ok=True)  # another rank may be deleting it too
     newest = sorted(folder.glob("step-*.pt"))
     if not newest:
         return None
@@ -50,5 +57,10 @@ def load_state(folder: Path, *, key: str) -> dict[str, Any] | None:
     if state["key"] != key:
         raise UserError(
             f"{newest[-1]} was saved by a run with other settings or data; delete {str(folder)!r} to start over."
+        )
+    if state["processes"] != processes:
+        raise UserError(
+            f"{newest[-1]} was saved by a run of {state['processes']} processes, this one has {processes}; launch as "
+            f"many again, or delete {str(folder)!r} to start over."
         )
     return state
