@@ -61,14 +61,20 @@ class BatchDecoder:
     def run(self, requests: list[Request]) -> Iterator[Reply]:
         """Yield replies as they finish, in no fixed order.
 
-        Raises UserError for a request that cannot fit the cache, before any work is done.
+        Raises UserError for a request that is empty or cannot fit the cache, before any work is done.
         """
         for request in requests:
+            if not request.prompt_ids or request.max_new_tokens < 1:
+                raise UserError(
+                    f"request {request.id!r} has {len(request.prompt_ids)} prompt tokens and room for "
+                    f"{request.max_new_tokens} new ones; both need at least one."
+                )
             need = len(request.prompt_ids) + request.max_new_tokens
             if need > self.capacity:
                 raise UserError(
                     f"request {request.id!r} needs {need} tokens (prompt {len(request.prompt_ids)} + new "
-                    f"{request.max_new_tokens}), more than the {self.capacity} allowed; shorten it or raise max_length."
+                    f"{request.max_new_tokens}), more than the {self.capacity} allowed (the target itself takes "
+                    f"{self.target.config.max_position_embeddings}); shorten the prompt or ask for fewer new tokens."
                 )
         waiting = sorted(requests, key=lambda r: len(r.prompt_ids), reverse=True)
         rows: list[_Row | None] = [None] * self.batch
@@ -137,20 +143,20 @@ def _finished(row: _Row) -> str | None:
 def _choose(logits_RV: Tensor, rows: list[_Row]) -> list[int]:
     """Return the next token of each row: argmax at temperature 0, else one inverse-CDF draw."""
     tokens = logits_RV.argmax(-1)
-    hot = [r for r, row in enumerate(rows) if row.request.temperature > 0]
-    if not hot:
-        return tokens.tolist()
-    temperatures = torch.tensor([rows[r].request.temperature for r in hot], device=logits_RV.device)
-    logits = logits_RV[hot].float() / temperatures[:, None]
-    top_k = max(rows[r].request.top_k for r in hot)
-    if any(rows[r].request.top_k != top_k for r in hot):
-        raise AssertionError("rows of one batch share their top_k")
-    ids = None
-    if top_k:
-        logits, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    coins = torch.tensor([_coin(rows[r]) for r in hot], dtype=torch.float64, device=logits_RV.device)
-    drawn = draw(logits.softmax(-1), coins)
-    tokens[hot] = drawn if ids is None else ids.gather(1, drawn[:, None]).squeeze(1)
+    bad = ~torch.isfinite(logits_RV.gather(1, tokens[:, None]).squeeze(1))  # argmax stops at a NaN, if there is one
+    if bool(bad.any()):
+        name = rows[int(bad.nonzero()[0])].request.id
+        raise UserError(f"request {name!r}: the target's logits are not finite; load the target in float32.")
+    for top_k in {row.request.top_k for row in rows if row.request.temperature > 0}:
+        hot = [r for r, row in enumerate(rows) if row.request.temperature > 0 and row.request.top_k == top_k]
+        temperatures = torch.tensor([rows[r].request.temperature for r in hot], device=logits_RV.device)
+        logits = logits_RV[hot].float() / temperatures[:, None]
+        ids: Tensor | None = None
+        if top_k:
+            logits, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        coins = torch.tensor([_coin(rows[r]) for r in hot], dtype=torch.float64, device=logits_RV.device)
+        drawn = draw(logits.softmax(-1), coins)
+        tokens[hot] = drawn if ids is None else ids.gather(1, drawn[:, None]).squeeze(1)
     return tokens.tolist()
 
 

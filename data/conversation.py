@@ -43,7 +43,12 @@ def read_prompts(source: str) -> list[Prompt]:
 
 
 def _parse(path: Path) -> Iterator[Prompt]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path.name} is not UTF-8 text ({error}); save it as UTF-8.") from None
+    # Not splitlines(): that also breaks at characters that JSON allows inside a string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path.name} line {number}"

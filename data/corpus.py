@@ -61,7 +61,8 @@ class PartWriter:
         self.rows_per_part = rows_per_part
         self.pending: list[CorpusRow] = []
         folder.mkdir(parents=True, exist_ok=True)
-        self.next_part = len(list(folder.glob("part-*.jsonl")))
+        numbers = (int(path.stem.removeprefix("part-")) for path in folder.glob("part-*.jsonl"))
+        self.next_part = max(numbers, default=-1) + 1
 
     def add(self, row: CorpusRow) -> None:
         """Keep a row; writes a part when enough have gathered."""

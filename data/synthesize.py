@@ -43,6 +43,7 @@ class SynthesisPlan:
     self_prompt_tokens: int
     prompt_style: AnswerStyle
     answer_styles: tuple[AnswerStyle, ...]
+    self_answer_styles: tuple[AnswerStyle, ...]
     max_prompt_tokens: int
     max_reply_tokens: int
     batch: int
@@ -166,13 +167,14 @@ def _ask(
     requests: dict[str, tuple[Request, CorpusRow]], name: str, source: str, category: str, split: str,
     prompt_ids: list[int], prompt_text: str, plan: SynthesisPlan, stop_ids: frozenset[int],
 ) -> None:  # fmt: skip
-    """Add the requests for one prompt: every style for training, the greedy one alone for the other splits."""
+    """Add the requests for one prompt: each style of its source for training, greedy alone for other splits."""
     if len(prompt_ids) > plan.max_prompt_tokens:
         raise UserError(
             f"prompt {name!r} is {len(prompt_ids)} tokens long, more than synthesize.max_prompt_tokens = "
             f"{plan.max_prompt_tokens}; shorten it or raise the limit."
         )
-    styles = plan.answer_styles if split == "train" else (AnswerStyle(0.0),)
+    of_source = plan.self_answer_styles if source == "self" else plan.answer_styles
+    styles = of_source if split == "train" else (AnswerStyle(0.0),)
     for number, style in enumerate(styles):
         row_id = f"{name}/{number}"
         request = Request(

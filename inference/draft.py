@@ -140,17 +140,23 @@ class DynamicTree:
         return self.top_k * (self.depth - 1)
 
     def make(self, drafter: EagleDrafter, root: int) -> DraftTree:
+        return self._rerank(root, *(column.cpu() for column in self._candidates(drafter)))
+
+    def _candidates(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (tokens, parents, depths, scores) of every candidate in level order, on the head's device."""
         assert drafter.feature_D is not None
         assert drafter.logits_U is not None
+        device = drafter.logits_U.device
         k = min(self.top_k, drafter.head.config.draft_vocab_size)
         best = torch.log_softmax(drafter.logits_U.float(), -1).topk(k)
         # The pool lists every candidate in level order; a parent is a pool index, -1 for the root.
         tokens, scores = [drafter.head.to_target_ids(best.indices)], [best.values]
-        parents, depths = [torch.full((k,), -1)], [torch.ones(k, dtype=torch.int64)]
-        frontier, pool_size = torch.arange(k), k
+        parents = [torch.full((k,), -1, device=device)]
+        depths = [torch.ones(k, dtype=torch.int64, device=device)]
+        frontier, pool_size = torch.arange(k, device=device), k
         features = drafter.feature_D.expand(k, -1)
         frontier_tokens, frontier_scores = tokens[0], scores[0]
-        seen = torch.eye(k, dtype=torch.bool)
+        own = seen = torch.eye(k, dtype=torch.bool, device=device)
         for depth in range(2, self.depth + 1):
             features, logits = drafter.expand(features, frontier_tokens, depth=depth - 1, tree_mask_KN=seen)
             child = torch.log_softmax(logits.float(), -1).topk(k)
@@ -164,9 +170,9 @@ class DynamicTree:
             origin = kept.indices // k
             frontier, pool_size = pool_size + kept.indices, pool_size + len(totals)
             features, frontier_tokens, frontier_scores = features[origin], child_tokens[kept.indices], kept.values
-            seen = torch.cat((seen[origin], torch.eye(k, dtype=torch.bool)), dim=1)
+            seen = torch.cat((seen[origin], own), dim=1)
         drafter.cache.discard_tree()
-        return self._rerank(root, torch.cat(tokens), torch.cat(parents), torch.cat(depths), torch.cat(scores))
+        return torch.cat(tokens), torch.cat(parents), torch.cat(depths), torch.cat(scores)
 
     def _rerank(self, root: int, tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor) -> DraftTree:
         """Return the tree of the best candidates; the stable sort makes ties go to the parent."""

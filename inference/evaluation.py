@@ -6,6 +6,7 @@ file as it is made; a killed evaluation goes on with the measurements that are m
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from eyas.inference.draft import TreeMaker
 from eyas.inference.engine import Engine, Generation, GenerationRequest
 from eyas.inference.sampling import Sampling
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.errors import UserError
 from eyas.models.target import Target
 
 PLAIN = "plain"
@@ -81,6 +83,9 @@ def evaluate(
     progress: Callable[[int, int, int], None],
 ) -> list[Measurement]:
     """Return all measurements, appending new ones to `path` as they are made."""
+    repeated = [id_ for id_, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if repeated:
+        raise UserError(f"prompt id {repeated[0]!r} is given more than once; every evaluation prompt needs its own id.")
     done = {measurement.key: measurement for measurement in read_measurements(path)}
     engines = {PLAIN: Engine(target), **{name: Engine(target, head, tree) for name, tree in plan.trees.items()}}
     work = list(_work(prompts, plan))
@@ -108,10 +113,10 @@ def read_measurements(path: Path) -> Iterator[Measurement]:
     """Yield the measurements of a file; a last line torn by a kill is cut off the file."""
     if not path.is_file():
         return
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
     for line in whole.splitlines():
         yield Measurement(**json.loads(line))
 

@@ -22,6 +22,9 @@ class DraftTree:
     scores_N: Tensor
 
     def __post_init__(self) -> None:
+        sizes = {name: len(value) for name, value in self.__dict__.items()}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"the tensors of a tree must have one entry per node, given {sizes}")
         check_trees(self.parents_N[None], torch.tensor([len(self.tokens_N)]))
         parents = self.parents_N[1:]
         if self.depths_N[0] != 0 or not torch.equal(self.depths_N[1:], self.depths_N[parents] + 1):

@@ -136,9 +136,11 @@ def save_head(
         with path.open("rb") as file:
             os.fsync(file.fileno())
     load_head(temporary, dtype=dtype)
+    retired = temporary.with_suffix(".old")
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(retired)  # a kill while the old files are deleted must not leave half of them under the name
     temporary.rename(folder)
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> Eagle3Head:

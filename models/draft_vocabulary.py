@@ -53,7 +53,7 @@ class DraftVocabulary:
         forced = {token for token in forced if 0 <= token < vocab_size}
         if len(forced) > size:
             raise UserError(f"draft vocabulary size {size} cannot hold the {len(forced)} special tokens; raise it.")
-        priority = counts_V.to(torch.float64)
+        priority = counts_V.to(torch.float64, copy=True)
         priority[sorted(forced)] = float("inf")
         chosen = torch.sort(priority, descending=True, stable=True).indices[:size]
         return cls(chosen.sort().values, vocab_size)

@@ -90,6 +90,21 @@ def check_aux_layers(aux_layers: tuple[int, ...], *, num_layers: int) -> None:
         )
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _inherited(config: PreTrainedConfig, *names: str) -> Any:
+    """Return the first of the named fields that the target's config sets; raises UserError when none is."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    raise UserError(
+        f"the config of this {config.model_type} target has no {' or '.join(names)}, which an EAGLE-3 head takes over "
+        "from its target; draft heads need a target with RMSNorm, a gated MLP and rotary positions."
+    )
+
+
 def head_config_for(
     target: PreTrainedConfig,
     *,
@@ -106,23 +121,23 @@ def head_config_for(
     `intermediate_size` defaults to the target's; MoE targets must state it, because theirs is the width per expert.
     """
     config = target.get_text_config()
-    is_moe = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    is_moe = any(getattr(config, name, None) for name in _EXPERT_COUNTS)
     if intermediate_size is None and is_moe:
         raise UserError(
             f"target {config.model_type} is a mixture of experts: its intermediate_size is per expert, too narrow for "
             f"a head; set head.intermediate_size (a usual value is 2-4 times the hidden size {config.hidden_size})."
         )
-    heads = config.num_attention_heads
+    heads = _inherited(config, "num_attention_heads")
     eos = config.eos_token_id
     return HeadConfig(
         hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size or config.intermediate_size,
+        intermediate_size=intermediate_size or _inherited(config, "intermediate_size"),
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        hidden_act=getattr(config, "hidden_act", None) or config.hidden_activation,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters),
+        hidden_act=_inherited(config, "hidden_act", "hidden_activation"),
+        rms_norm_eps=_inherited(config, "rms_norm_eps"),
+        rope_parameters=dict(_inherited(config, "rope_parameters")),
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         draft_vocab_size=draft_vocab_size,

@@ -35,6 +35,14 @@ class _Layer(CacheLayerMixin):
         raise AssertionError("the cache is allocated when it is made")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        expected = (self.keys.shape[1], self.keys.shape[3])
+        for states in (key_states, value_states):
+            if (states.shape[1], states.shape[3]) != expected:
+                raise UserError(
+                    f"this target's attention keeps {states.shape[1]} heads of {states.shape[3]} numbers per token, "
+                    f"its config says {expected[0]} of {expected[1]} (latent or multi-query attention); the bundled "
+                    "runtime serves targets whose layers are all standard attention."
+                )
         if self.start is not None:
             span = slice(self.start, self.start + key_states.shape[2])
             self.keys[:, :, span] = key_states

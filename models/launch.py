@@ -1,6 +1,7 @@
 """The exact commands that serve an exported head."""
 
 import json
+import shlex
 
 
 def launch_lines(target: str, head: str, *, depth: int, top_k: int, num_draft_tokens: int) -> str:
@@ -16,14 +17,14 @@ def launch_lines(target: str, head: str, *, depth: int, top_k: int, num_draft_to
 vLLM (chain):
 
 ```
-vllm serve {target} --speculative-config '{json.dumps(speculative)}'
+vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}
 ```
 
 SGLang (tree):
 
 ```
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path {head} --speculative-num-steps {depth} \\
+python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path {shlex.quote(head)} --speculative-num-steps {depth} \\
   --speculative-eagle-topk {top_k} --speculative-num-draft-tokens {num_draft_tokens + 1}
 ```
 

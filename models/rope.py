@@ -4,6 +4,7 @@ The head must rotate exactly as its target does, so the frequencies come from th
 that the library does not know is an error, never a fall-back to the default.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from eyas.models.errors import UserError, nearest
 from eyas.models.head_config import HeadConfig
 
 
-def build_rope(config: HeadConfig) -> LlamaRotaryEmbedding:
+class HeadRope(LlamaRotaryEmbedding):
+    """The library's rotary module whose frequencies stay in fp32 when the head is cast.
+
+    Frequencies rounded to bf16 are off by up to 0.4 %: a whole turn and more at position 5000.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HeadRope":
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+
+
+def build_rope(config: HeadConfig) -> HeadRope:
     """Return the rotary module of a head; called with (x, position_ids_BT) it gives cos and sin of [B, T, head_dim]."""
     parameters = config.rope_parameters
     kind = parameters.get("rope_type")
@@ -29,7 +40,7 @@ def build_rope(config: HeadConfig) -> LlamaRotaryEmbedding:
             f"the target rotates only {partial:.0%} of each head (partial_rotary_factor); draft heads for such targets "
             "are not supported."
         )
-    return LlamaRotaryEmbedding(
+    return HeadRope(
         LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,

@@ -21,7 +21,7 @@ from eyas.models.head_config import check_aux_layers
 from eyas.models.kv_cache import KVCache
 from eyas.models.target_head import TargetHead
 
-TARGET_FAMILIES = {"gpt2": "h", "gpt_bigcode": "h"}  # where the decoder layers are, when not in `.layers`
+TARGET_FAMILIES = {"gpt2": "h"}  # where the decoder layers are, when not in `.layers`
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,13 @@ class Target:
         self.layers = layers
         self.head = TargetHead.of(model)
         self.embedding = model.get_input_embeddings()
-        self._cache_name = (
-            "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
-        )
+        takes = inspect.signature(self.decoder.forward).parameters
+        if "position_ids" not in takes:
+            raise UserError(
+                f"the decoder of a {self.config.model_type} model takes no position_ids, so the nodes of a draft tree "
+                "cannot be placed; eyas serves targets with rotary or learned positions."
+            )
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"
 
     @classmethod
     def load(cls, name: str, *, dtype: torch.dtype, aux_layers: tuple[int, ...] = (), device: str = "cpu") -> "Target":

@@ -7,6 +7,7 @@ embedding half of q/k/v starts at zero, so that at first the feature alone speak
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
@@ -30,6 +31,13 @@ def init_random(head: Eagle3Head, *, std: float = 0.02) -> None:
             parameter.normal_(std=std)
 
 
+def _norm_weight(norm: nn.Module) -> Tensor:
+    """Return what an RMSNorm multiplies by: its weight, or 1 + weight where the family stores it so (Gemma)."""
+    weight: Tensor = norm.weight
+    probe = torch.full_like(weight, 1024.0)  # large, so that eps does not show
+    return weight if torch.allclose(norm(probe), weight, rtol=1e-2, atol=1e-6) else weight + 1
+
+
 @torch.no_grad()
 def init_from_target(head: Eagle3Head, target: Target, vocabulary: DraftVocabulary) -> None:
     """Copy what the target already knows; raises UserError when its last block is not Llama-like."""
@@ -44,9 +52,9 @@ def init_from_target(head: Eagle3Head, target: Target, vocabulary: DraftVocabula
         head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
             getattr(head.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
-        head.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
-        head.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
-        head.norm.weight.copy_(target.decoder.norm.weight)
+        head.midlayer.hidden_norm.weight.copy_(_norm_weight(last.input_layernorm))
+        head.midlayer.post_attention_layernorm.weight.copy_(_norm_weight(last.post_attention_layernorm))
+        head.norm.weight.copy_(_norm_weight(target.decoder.norm))
     except (AttributeError, RuntimeError) as error:
         raise UserError(
             f"cannot warm-start the head from the last block of a {target.config.model_type} target ({error}); "

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
-from eyas.data.conversation import bundled_prompts, read_prompts
+from eyas.data.conversation import Prompt, bundled_prompts, read_prompts
+from eyas.inference.draft import DynamicTree
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
-from eyas.models.head_config import check_aux_layers, default_aux_layers
+from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_for
 from eyas.models.kv_cache import check_full_attention
 from eyas.models.target import Target, model_fingerprint
 from eyas.train.progress import Reporter
@@ -55,18 +57,31 @@ class RunContext:
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the config of target {name!r}: {error}") from None
 
+    @cached_property
+    def head_config(self) -> HeadConfig:
+        """The configuration of the recipe's head on its target; raises UserError where the two do not fit."""
+        section = self.recipe.head
+        return head_config_for(
+            self.target_config,
+            aux_layers=self.aux_layers,
+            draft_vocab_size=section.draft_vocab_size,
+            intermediate_size=section.intermediate_size,
+            norm_before_residual=section.norm_before_residual,
+            norm_before_fc=section.norm_before_fc,
+            fc_norm=section.fc_norm,
+            norm_output=section.norm_output,
+        )
+
     def check(self) -> None:
         """Raise UserError for anything in the recipe that does not fit its target or its files, before any work."""
-        config = self.target_config
-        check_aux_layers(self.aux_layers, num_layers=config.num_hidden_layers)
-        check_full_attention(config)
-        if self.recipe.head.draft_vocab_size > config.vocab_size:
-            raise UserError(
-                f"head.draft_vocab_size {self.recipe.head.draft_vocab_size} is larger than the target's vocabulary of "
-                f"{config.vocab_size} tokens; set it to at most that."
-            )
-        for source in (*self.recipe.synthesize.prompts, *self.recipe.evaluate.prompts):
-            read_prompts(source)
+        check_full_attention(self.target_config)
+        _ = self.head_config  # raises where head and target do not fit
+        evaluation = self.recipe.evaluate
+        DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)
+        read_all_prompts(self.recipe.synthesize.prompts)
+        reserved = {prompt.category for prompt in read_all_prompts(evaluation.prompts)} & {"all", "self"}
+        if reserved:
+            raise UserError(f"evaluation category {reserved.pop()!r} is a name of the report's own; rename it.")
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -91,12 +106,24 @@ class RunContext:
 
     def load_target(self, dtype: str, *, tapped: bool) -> Target:
         """Load the recipe's target in a dtype, with aux taps or without."""
+        disable_progress_bar()  # transformers' own, of a second's work
         return Target.load(
             self.recipe.target.model,
             dtype=getattr(torch, dtype),
             aux_layers=self.aux_layers if tapped else (),
             device=self.device,
         )
+
+
+def read_all_prompts(sources: tuple[str, ...]) -> list[Prompt]:
+    """Return the prompts of several files; raises UserError when an id occurs twice, as results are kept by id."""
+    prompts = [prompt for source in sources for prompt in read_prompts(source)]
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise UserError(f"prompt id {prompt.id!r} occurs twice in {', '.join(sources)}; ids must be unique.")
+        seen.add(prompt.id)
+    return prompts
 
 
 def prompt_file_hash(source: str) -> str:

@@ -38,6 +38,8 @@ def run_stages(
             raise UserError(f"unknown stage {name!r}; the stages are {', '.join(STAGES)}.{nearest(name, STAGES)}")
     if STAGES.index(first) > STAGES.index(last):
         raise UserError(f"nothing to run: stage {first!r} comes after {last!r}.")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is a file; --out takes a folder for the run.")
     context = RunContext(recipe, RunFolder(folder), reporter)
     context.check()
     keys = context.fingerprints
@@ -87,8 +89,11 @@ def _main_rank_first() -> AbstractContextManager[Any]:
 
 
 def summarise_run(context: RunContext) -> dict[str, Any]:
-    """Return what the run has: per stage its state, seconds and result."""
+    """Return what the run has: per stage its state, seconds and result; those of other settings are left out."""
     records = {name: context.folder.record(name) for name in STAGES}
+    for name, record in records.items():
+        if record.get("fingerprint") != context.fingerprints[name]:
+            records[name] = {}
     return {
         "recipe": context.recipe.name,
         "folder": str(context.folder.path),

@@ -16,7 +16,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-
 SECONDS_PER_LINE = 30.0
 
 

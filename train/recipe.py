@@ -29,7 +29,7 @@ class TargetSection(Section):
 
 
 class AnswerStyleSection(Section):
-    """One way of sampling replies; every training prompt is answered once in each."""
+    """One way of sampling replies; a training prompt is answered once in each of its source's styles."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_k: NonNegative = 0
@@ -46,6 +46,7 @@ class SynthesizeSection(Section):
     prompt_temperature: Annotated[float, Field(gt=0)] = 1.0
     prompt_top_k: NonNegative = 50
     answers: Annotated[tuple[AnswerStyleSection, ...], Field(min_length=1)] = (AnswerStyleSection(),)
+    self_answers: Annotated[tuple[AnswerStyleSection, ...], Field(min_length=1)] = (AnswerStyleSection(),)
     max_prompt_tokens: Positive = 256
     max_reply_tokens: Positive = 160
     batch: Positive = 64

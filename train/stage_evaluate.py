@@ -72,9 +72,6 @@ def evaluation_prompts(context: RunContext, template: ChatTemplate) -> list[Eval
         for prompt in read_prompts(source):
             ids = template.ids(list(prompt.messages), add_generation_prompt=True)
             prompts.append(EvaluationPrompt(prompt.id, prompt.category, tuple(ids), prompt.messages[-1]["content"]))
-    reserved = {prompt.prompt_set for prompt in prompts} & {"all", "self"}
-    if reserved:
-        raise UserError(f"evaluation category {reserved.pop()!r} is a name of the report's own; rename the category.")
     if section.self_heldout:
         for row in load_split(context.folder.of("synthesize"), "heldout"):
             prompts.append(EvaluationPrompt(row.id, "self", row.prompt_ids, row.prompt_text))

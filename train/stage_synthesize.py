@@ -22,6 +22,7 @@ def run_synthesize(context: RunContext) -> dict[str, Any]:
         self_prompt_tokens=section.self_prompt_tokens,
         prompt_style=AnswerStyle(section.prompt_temperature, section.prompt_top_k),
         answer_styles=tuple(AnswerStyle(style.temperature, style.top_k) for style in section.answers),
+        self_answer_styles=tuple(AnswerStyle(style.temperature, style.top_k) for style in section.self_answers),
         max_prompt_tokens=section.max_prompt_tokens,
         max_reply_tokens=section.max_reply_tokens,
         batch=section.batch,

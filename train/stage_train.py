@@ -12,7 +12,6 @@ from eyas.data.feature_store import FeatureRow, FeatureStore
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
-from eyas.models.head_config import head_config_for
 from eyas.models.rope import check_same_rope
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
@@ -148,20 +147,9 @@ def token_counts(rows: list[FeatureRow], vocab_size: int) -> torch.Tensor:
 
 def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary) -> Eagle3Head:
     """Return the recipe's head, initialised, with map and embedding in place."""
-    section = context.recipe.head
-    config = head_config_for(
-        target.config,
-        aux_layers=context.aux_layers,
-        draft_vocab_size=len(vocabulary),
-        intermediate_size=section.intermediate_size,
-        norm_before_residual=section.norm_before_residual,
-        norm_before_fc=section.norm_before_fc,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
-    )
-    head = Eagle3Head(config)
-    check_same_rope(head.rope, target.decoder, config)
-    if section.init == "target":
+    head = Eagle3Head(context.head_config)
+    check_same_rope(head.rope, target.decoder, head.config)
+    if context.recipe.head.init == "target":
         init_from_target(head, target, vocabulary)
     else:
         init_random(head)
