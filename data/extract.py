@@ -1,8 +1,8 @@
 """Extraction: one frozen pass of the target over the corpus, features to shards, proven right on the way.
 
-Rows are batched by length (right padding, causal attention), which changes no value: the first row of every shard is
+Rows are batched by length (right padding, causal attention), which changes no value: one row of every shard is
 computed once more alone and compared, and the teacher logits rebuilt from the stored final states are compared with the
-model's own. A finished shard is never computed again.
+model's own. A finished shard is not computed again, but for its first row, which shows whether it is this target's.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,14 +55,19 @@ def extract(
         names.append(name)
         path = folder / name
         if path.is_file():
-            _check_finished(path, group)
+            _check_finished(target, path, group, plan)
         else:
             rows = {}
-            for batch in _batches(group, plan.tokens_per_batch):
+            batches = list(_batches(group, plan.tokens_per_batch))
+            for batch in batches:
                 for row in _forward_rows(target, batch):
                     rows[row.id] = row
                 progress(done + len(rows), len(examples), sum(len(example) for _, example in batch))
-            _check_alone(target, group[0], rows[group[0][0]])
+            spot = max(batches, key=len)[-1]  # the row with the most neighbours and the most padding
+            _check_alone(
+                target, spot, rows[spot[0]], limit=1e-3 if target.dtype == torch.float32 else 0.1,
+                verdict="this target's batched forward mixes rows, so its features cannot be trusted.",
+            )  # fmt: skip
             write_shard(path, [rows[row_id] for row_id, _ in group], state_dtype=plan.state_dtype)
         done += len(group)
         progress(done, len(examples), 0)
@@ -88,7 +93,11 @@ def extract(
 def _check_examples(examples: list[tuple[str, TokenizedExample]], plan: ExtractionPlan) -> None:
     if not examples:
         raise UserError("there is nothing to extract: the corpus has no rows.")
+    seen: set[str] = set()
     for row_id, example in examples:
+        if row_id in seen:
+            raise UserError(f"row {row_id} occurs twice in the corpus; ids must be unique, as features are kept by id.")
+        seen.add(row_id)
         if len(example) > plan.max_length:
             raise UserError(
                 f"row {row_id} has {len(example)} tokens, more than train.line_length = {plan.max_length}; raise it "
@@ -150,24 +159,38 @@ def _teacher_argmax(target: Target, final_TD: Tensor, generated_T: Tensor, *, ch
     return argmax_T
 
 
-def _check_alone(target: Target, item: tuple[str, TokenizedExample], row: FeatureRow) -> None:
-    """Raise UserError unless a row computed alone has the features it had in its batch."""
+def _check_alone(
+    target: Target, item: tuple[str, TokenizedExample], row: FeatureRow, *, limit: float, verdict: str
+) -> None:
+    """Raise UserError with a verdict unless a row computed alone has these features, up to a relative `limit`."""
     row_id, example = item
     (alone,) = _forward_rows(target, [(row_id, example)])
-    limit = 1e-3 if target.dtype == torch.float32 else 0.1
     for name in ("aux_hidden_TF", "final_hidden_TD"):
         a, b = getattr(alone, name).float(), getattr(row, name).float()
-        difference = float((a - b).norm() / a.norm().clamp(min=1e-6))
+        difference = float((a - b).norm() / a.norm().clamp(min=1e-6)) if a.shape == b.shape else float("inf")
         if not difference <= limit:
             raise UserError(
-                f"row {row_id}: {name} differs by {difference:.1e} (relative) between batched and single forward "
-                f"(allowed {limit:.0e}); this target's batched forward mixes rows, so its features cannot be trusted."
+                f"row {row_id}: {name} differs by {difference:.1e} (relative, allowed {limit:.0e}) from a forward of "
+                f"the row alone; {verdict}"
             )
 
 
-def _check_finished(path: Path, group: list[tuple[str, TokenizedExample]]) -> None:
-    """Raise UserError when a finished shard does not hold exactly the rows it should."""
+def _check_finished(
+    target: Target, path: Path, group: list[tuple[str, TokenizedExample]], plan: ExtractionPlan
+) -> None:
+    """Raise UserError when a finished shard does not hold exactly the rows it should, as this target computes them."""
     stored = list(read_shard(path))
-    expected = [(row_id, example.input_ids_T.tolist()) for row_id, example in group]
-    if [(row.id, row.input_ids_T.tolist()) for row in stored] != expected:
+    expected = [(row_id, ex.input_ids_T.tolist(), ex.generated_mask_T.tolist()) for row_id, ex in group]
+    if [(row.id, row.input_ids_T.tolist(), row.generated_mask_T.tolist()) for row in stored] != expected:
         raise UserError(f"{path} holds other rows than the corpus; delete the features folder and run extract again.")
+    dtype = stored[0].aux_hidden_TF.dtype
+    if dtype != plan.state_dtype:
+        raise UserError(
+            f"{path} holds {dtype} states, {plan.state_dtype} was asked for; delete the features folder and run "
+            "extract again."
+        )
+    _check_alone(
+        target, group[0], stored[0], limit=1e-2 if target.dtype == torch.float32 else 0.1,
+        verdict=f"{path} was made by another target or at other layers: delete the features folder and run extract "
+        "again.",
+    )  # fmt: skip

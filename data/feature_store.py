@@ -71,6 +71,13 @@ def ids_hash(ids_T: Tensor) -> int:
 
 def write_shard(path: Path, rows: list[FeatureRow], *, state_dtype: torch.dtype) -> None:
     """Write rows as one shard, whole or not at all. Raises UserError when a state overflows the dtype."""
+    for row in rows:
+        for name, states in (("aux_hidden", row.aux_hidden_TF), ("final_hidden", row.final_hidden_TD)):
+            if not bool(torch.isfinite(states.to(state_dtype)).all()):
+                raise UserError(
+                    f"{name} of row {row.id} is not finite in {state_dtype}: its largest value is "
+                    f"{float(states.abs().max()):.3g}; set extract.dtype and extract.state_dtype to float32."
+                )
     lengths = torch.tensor([len(row) for row in rows])
     tensors = {
         "input_ids": torch.cat([row.input_ids_T for row in rows]).to(torch.int32),
@@ -81,12 +88,9 @@ def write_shard(path: Path, rows: list[FeatureRow], *, state_dtype: torch.dtype)
         "lengths": lengths,
         "ids_hash": torch.tensor([ids_hash(row.input_ids_T) for row in rows]),
     }
-    for name in ("aux_hidden", "final_hidden"):
-        if not bool(torch.isfinite(tensors[name].float()).all()):
-            raise UserError(f"{name} of rows {rows[0].id} .. {rows[-1].id} is not finite in {state_dtype}; store fp32.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    header = {"schema": str(SCHEMA), "axes": "tokens, features", "row_ids": json.dumps([row.id for row in rows])}
-    save_file(tensors, temporary, metadata=header)
+    header = {"schema": str(SCHEMA), "axes": "tokens, features", "aux_hidden": "pre-norm", "final_hidden": "post-norm"}
+    save_file(tensors, temporary, metadata={**header, "row_ids": json.dumps([row.id for row in rows])})
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -96,7 +100,7 @@ def read_shard(path: Path) -> Iterator[FeatureRow]:
     """Yield the rows of one shard; raises UserError on another schema, a wrong length or a row whose ids changed."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata()
+            header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read feature shard {path.name}: {error}; delete it and run extract again.") from error

@@ -14,6 +14,7 @@ from eyas.data.batch_decode import BatchDecoder, Reply, Request
 from eyas.data.conversation import Prompt
 from eyas.data.corpus import CorpusRow, PartWriter, load_corpus, to_jsonl, write_atomically
 from eyas.data.encode import ChatTemplate
+from eyas.data.questions import Question, given_questions, split_prompts, usable_prompts, without_leaks
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 
@@ -74,23 +75,24 @@ def synthesize(
         capacity=plan.max_prompt_tokens + max(plan.max_reply_tokens, plan.self_prompt_tokens),
     )
     stop_ids = stop_token_ids(template, target)
+    longest = min(plan.max_prompt_tokens, decoder.capacity - plan.max_reply_tokens)
     self_validation, given_validation = _validation_shares(plan, len(prompts))
-    wanted = plan.self_heldout + self_validation + plan.self_prompts
+    given = given_questions(template, prompts, validation=given_validation)
+    _check_given(given, longest, plan, target)
+    held_back = plan.self_heldout + self_validation
+    wanted = held_back + plan.self_prompts
     asked = _self_prompts(decoder, template, plan, wanted, stop_ids, folder, progress)
-    kept, dropped, duplicates = _usable(asked, wanted=wanted)
+    kept, dropped, duplicates = usable_prompts(template, asked, wanted=wanted, longest=longest)
+    if len(kept) < held_back + min(1, plan.self_prompts):
+        raise UserError(
+            f"only {len(kept)} of the {len(asked)} prompts the target wrote are usable ({dropped} did not end or were "
+            f"too short or too long, {duplicates} repeat another), too few for {held_back} held-back ones; raise "
+            "synthesize.self_prompt_tokens or synthesize.prompt_temperature, or ask for fewer."
+        )
+    questions, leaks = without_leaks([*split_prompts(kept, plan.self_heldout, held_back), *given])
     requests: dict[str, tuple[Request, CorpusRow]] = {}
-    for number, row in enumerate(kept):
-        # A user turn the target wrote ends with its end-of-turn token; its text is rendered again as served.
-        ids = template.ids([{"role": "user", "content": row.reply_text}], add_generation_prompt=True)
-        tail = "validation" if number < plan.self_heldout + self_validation else "train"
-        split = "heldout" if number < plan.self_heldout else tail
-        _ask(requests, row.id, "self", "self", split, ids, row.reply_text, plan, stop_ids)
-    every = len(prompts) / given_validation if given_validation else 0.0
-    validation = {int(number * every) for number in range(given_validation)}
-    for number, prompt in enumerate(prompts):
-        ids = template.ids(list(prompt.messages), add_generation_prompt=True)
-        split = "validation" if number in validation else "train"
-        _ask(requests, prompt.id, "given", prompt.category, split, ids, prompt.messages[-1]["content"], plan, stop_ids)
+    for question in questions:
+        requests |= _requests(question, plan, stop_ids)
     rows = _answer(decoder, template, plan, requests, folder, progress)
     if not rows:
         raise UserError("synthesis wrote no reply: give prompts or raise synthesize.self_prompts above 0.")
@@ -102,7 +104,7 @@ def synthesize(
         validation_rows=sum(row.split == "validation" for row in rows),
         cut_replies=sum(row.finish_reason == "length" for row in rows),
         dropped_prompts=dropped,
-        duplicate_prompts=duplicates,
+        duplicate_prompts=duplicates + leaks,
     )
 
 
@@ -146,43 +148,43 @@ def _validation_shares(plan: SynthesisPlan, given: int) -> tuple[int, int]:
     return of_self, of_given
 
 
-def _usable(rows: list[CorpusRow], *, wanted: int) -> tuple[list[CorpusRow], int, int]:
-    """Return the first `wanted` complete, distinct prompts, and the counts of unusable and of repeated ones."""
-    kept: list[CorpusRow] = []
+def _check_given(given: list[Question], longest: int, plan: SynthesisPlan, target: Target) -> None:
+    """Raise UserError for given prompts that are too long or whose id is not their own."""
     seen: set[str] = set()
-    dropped = duplicates = 0
-    for row in rows:
-        text = " ".join(row.reply_text.split())
-        if row.finish_reason != "stop" or len(text) < 8:
-            dropped += 1
-        elif text.lower() in seen:
-            duplicates += 1
-        else:
-            seen.add(text.lower())
-            kept.append(row)
-    return kept[:wanted], dropped, duplicates
+    for question in given:
+        if question.id in seen or question.id.startswith("self-"):
+            raise UserError(
+                f"prompt id {question.id!r} is used twice or begins with 'self-', which the target's own prompts do; "
+                "rename it."
+            )
+        seen.add(question.id)
+        if len(question.prompt_ids) > longest:
+            raise UserError(
+                f"prompt {question.id!r} is {len(question.prompt_ids)} tokens long, more than the {longest} that "
+                f"synthesize.max_prompt_tokens = {plan.max_prompt_tokens} and the target's "
+                f"{target.config.max_position_embeddings} positions less synthesize.max_reply_tokens = "
+                f"{plan.max_reply_tokens} allow; shorten it or change the limits."
+            )
 
 
-def _ask(
-    requests: dict[str, tuple[Request, CorpusRow]], name: str, source: str, category: str, split: str,
-    prompt_ids: list[int], prompt_text: str, plan: SynthesisPlan, stop_ids: frozenset[int],
-) -> None:  # fmt: skip
-    """Add the requests for one prompt: each style of its source for training, greedy alone for other splits."""
-    if len(prompt_ids) > plan.max_prompt_tokens:
-        raise UserError(
-            f"prompt {name!r} is {len(prompt_ids)} tokens long, more than synthesize.max_prompt_tokens = "
-            f"{plan.max_prompt_tokens}; shorten it or raise the limit."
-        )
-    of_source = plan.self_answer_styles if source == "self" else plan.answer_styles
-    styles = of_source if split == "train" else (AnswerStyle(0.0),)
-    for number, style in enumerate(styles):
-        row_id = f"{name}/{number}"
+def _requests(
+    question: Question, plan: SynthesisPlan, stop_ids: frozenset[int]
+) -> dict[str, tuple[Request, CorpusRow]]:
+    """Return the requests for one prompt: each style of its source for training, greedy alone for other splits."""
+    of_source = plan.self_answer_styles if question.source == "self" else plan.answer_styles
+    requests = {}
+    for number, style in enumerate(of_source if question.split == "train" else (AnswerStyle(0.0),)):
+        row_id = f"{question.id}/{number}"
         request = Request(
-            row_id, tuple(prompt_ids), plan.max_reply_tokens, stop_ids, style.temperature, style.top_k,
+            row_id, question.prompt_ids, plan.max_reply_tokens, stop_ids, style.temperature, style.top_k,
             _seed(plan.seed, row_id),
         )  # fmt: skip
-        row = CorpusRow(row_id, source, category, split, style.temperature, tuple(prompt_ids), (), "", prompt_text, "")
+        row = CorpusRow(
+            row_id, question.source, question.category, question.split, style.temperature, question.prompt_ids, (), "",
+            question.text, "",
+        )  # fmt: skip
         requests[row_id] = (request, row)
+    return requests
 
 
 def _answer(
@@ -198,7 +200,11 @@ def _decode_all(
 ) -> list[CorpusRow]:  # fmt: skip
     """Return one finished row per request in request order, decoding only those not yet in finished parts."""
     writer = PartWriter(folder, rows_per_part=rows_per_part)
-    done = {name: row for name, row in writer.written().items() if name in requests}
+    done = {
+        name: row
+        for name, row in writer.written().items()
+        if name in requests and row.prompt_ids == requests[name][0].prompt_ids
+    }
     progress(phase, len(done), len(requests), 0)
     waiting = [request for name, (request, _) in requests.items() if name not in done]
     for reply in decoder.run(waiting):
