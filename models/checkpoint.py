@@ -67,7 +67,10 @@ def head_config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any
         **flags,
     }
     if kind != "default":
-        fields["rope_scaling"] = {"rope_type": kind, **rope}
+        fields["rope_scaling"] = {
+            "rope_type": kind,
+            **{name: value for name, value in rope.items() if value is not None},
+        }
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -173,6 +176,9 @@ def check_map(head: Eagle3Head) -> None:
     """Raise UserError unless the head's vocabulary map is sorted, in range, filled, and d2t agrees with t2d."""
     if head.config.full_vocabulary:
         return
-    vocabulary = DraftVocabulary.from_d2t(head.d2t.cpu(), head.config.vocab_size)
-    if not torch.equal(vocabulary.t2d_V, head.t2d.cpu()):
+    d2t_U, t2d_V = head.d2t.cpu(), head.t2d.cpu()
+    if not bool(d2t_U.any()) and bool(t2d_V[: len(d2t_U)].all()) and int(t2d_V.sum()) == len(d2t_U):
+        return  # filled: the draft vocabulary is the first ids, whose offsets are all zero
+    vocabulary = DraftVocabulary.from_d2t(d2t_U, head.config.vocab_size)
+    if not torch.equal(vocabulary.t2d_V, t2d_V):
         raise UserError("d2t and t2d name different tokens: the engines would read different vocabularies.")

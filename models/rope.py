@@ -42,7 +42,7 @@ def build_rope(config: HeadConfig) -> HeadRope:
         )
     return HeadRope(
         LlamaConfig(
-            hidden_size=config.hidden_size,
+            hidden_size=config.num_attention_heads * config.head_dim,  # the library insists that heads divide it
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             head_dim=config.head_dim,

@@ -66,11 +66,10 @@ class Target:
         """Load a target from a bundled name, a model folder or a Hub id."""
         folder = resolve_model(name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load target {name!r} as a causal language model: {error}") from error
-        model.to(torch.device(device))
-        return cls(model, aux_layers=aux_layers)
+        return cls(model.to(device), aux_layers=aux_layers)
 
     @property
     def device(self) -> torch.device:

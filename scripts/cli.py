@@ -22,7 +22,7 @@ add_stage_verbs(app)
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        app(prog_name="eyas")
     except UserError as error:
         from eyas.train.progress import Reporter
 

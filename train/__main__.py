@@ -1,4 +1,7 @@
-"""`accelerate launch -m eyas.train RECIPE [--out DIR] [--set k=v]...`: the train stage, on all ranks launched."""
+"""`accelerate launch -m eyas.train RECIPE [--out DIR] [--set k=v]...`: the train stage, on all ranks launched.
+
+On CPUs launch several ranks with `torchrun --standalone --nproc_per_node N -m eyas.train RECIPE`.
+"""
 
 import argparse
 import os
@@ -21,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     reporter = Reporter(quiet=int(os.environ.get("RANK", "0")) != 0)
     try:
+        check_launch()
         recipe = load_recipe(options.recipe, options.set)
         folder = options.out or default_run_folder(recipe.name)
         run_stages(recipe, folder, first="train", last="train", reporter=reporter)
@@ -28,6 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
         reporter.error(str(error))
         return 2
     return 0
+
+
+def check_launch() -> None:
+    """Raise UserError where accelerate was asked for several CPU ranks and started one, as it does without MPI."""
+    several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if several and os.environ.get("ACCELERATE_USE_CPU") == "True":
+        raise UserError(
+            "accelerate launch starts a single process on CPUs, whatever --num_processes says; use "
+            "torchrun --standalone --nproc_per_node N -m eyas.train RECIPE."
+        )
 
 
 if __name__ == "__main__":

@@ -34,9 +34,14 @@ class RunContext:
     def device(self) -> str:
         """The device stages work on."""
         asked = self.recipe.target.device
-        if asked != "auto":
-            return asked
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        if asked == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            torch.empty(0, device=asked)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"target.device {asked!r} cannot be used here: {reason}; set it to auto or cpu.") from None
+        return asked
 
     @cached_property
     def target_fingerprint(self) -> str:
@@ -75,11 +80,11 @@ class RunContext:
     def check(self) -> None:
         """Raise UserError for anything in the recipe that does not fit its target or its files, before any work."""
         check_full_attention(self.target_config)
-        _ = self.head_config  # raises where head and target do not fit
+        _ = self.device, self.head_config  # both raise where the recipe asks for what is not there
         evaluation = self.recipe.evaluate
         DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)
         read_all_prompts(self.recipe.synthesize.prompts)
-        reserved = {prompt.category for prompt in read_all_prompts(evaluation.prompts)} & {"all", "self"}
+        reserved = {prompt.category for prompt in read_all_prompts(evaluation.prompts)} & {"all", "self-written"}
         if reserved:
             raise UserError(f"evaluation category {reserved.pop()!r} is a name of the report's own; rename it.")
 

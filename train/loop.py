@@ -20,6 +20,7 @@ from eyas.data.feature_batch import FeatureBatch, collate
 from eyas.data.feature_store import FeatureRow
 from eyas.data.packing import plan_epoch
 from eyas.models.checkpoint import save_head
+from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.train.objective import TrainingTimeTest
 from eyas.train.schedule import learning_rate_factor
@@ -39,6 +40,7 @@ class LoopPlan:
     lines_per_batch: int
     packed: bool
     learning_rate: float
+    lm_head_rate: float
     betas: tuple[float, float]
     weight_decay: float
     warmup_steps: int
@@ -102,10 +104,7 @@ def train_head(
     Resumes from `folder/checkpoints`. Raises FloatingPointError on a non-finite loss, UserError without trained slots.
     """
     head = module.head
-    optimizer = torch.optim.AdamW(
-        [p for p in head.parameters() if p.requires_grad],
-        lr=plan.learning_rate, betas=plan.betas, weight_decay=plan.weight_decay, fused=True,
-    )  # fmt: skip
+    optimizer = make_optimizer(head, plan)
     position = Position()
     ranks, rank = accelerator.num_processes, accelerator.process_index
     state = load_state(folder / "checkpoints", key=key, processes=ranks)
@@ -151,7 +150,7 @@ def train_head(
             )
         factor = learning_rate_factor(position.step, steps=plan.steps, warmup=plan.warmup_steps, floor=plan.floor)
         for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * factor
+            group["lr"] = plan.learning_rate * factor * group["rate"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         position.step += 1
@@ -180,6 +179,23 @@ def train_head(
                 processes=ranks,
             )
     return position
+
+
+def make_optimizer(head: Eagle3Head, plan: LoopPlan) -> torch.optim.Optimizer:
+    """Return AdamW over the head; lm_head learns at `lm_head_rate` times the rate of the rest, 0 freezes it."""
+    head.lm_head.requires_grad_(plan.lm_head_rate > 0)
+    trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for name, p in trained.items() if not name.startswith("lm_head.")], "rate": 1.0},
+        {"params": [p for name, p in trained.items() if name.startswith("lm_head.")], "rate": plan.lm_head_rate},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=plan.learning_rate,
+        betas=plan.betas,
+        weight_decay=plan.weight_decay,
+        fused=True,
+    )
 
 
 def _accumulate(

@@ -61,7 +61,7 @@ def _run_stage(context: RunContext, name: str, title: str) -> None:
     if context.folder.is_finished(name, key):
         context.reporter.say(f"{title}: unchanged, skipped")
         return
-    with _main_rank_first():
+    with _main_rank_first(cpu=context.device == "cpu"):
         resumed = context.folder.begin(name, key)
     context.reporter.say(f"{title}{': resuming' if resumed else ''}")
     started = time.perf_counter()
@@ -79,13 +79,13 @@ def _is_main_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _main_rank_first() -> AbstractContextManager[Any]:
+def _main_rank_first(*, cpu: bool) -> AbstractContextManager[Any]:
     """Return a context that the main rank passes before the others; nothing to wait for in a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return nullcontext()
     from accelerate import PartialState
 
-    return PartialState().main_process_first()
+    return PartialState(cpu=cpu).main_process_first()  # without `cpu` it would take CPU ranks for single processes
 
 
 def summarise_run(context: RunContext) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class TrainSection(Section):
     lines_per_batch: Positive = 1
     accumulate: Positive = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    lm_head_rate: Annotated[float, Field(ge=0)] = 1.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 20
@@ -131,6 +132,7 @@ class EvaluateSection(Section):
     chain: ChainSection = ChainSection()
     tree: TreeSection = TreeSection()
     dtype: Dtype = "float32"
+    draft_dtype: Dtype = "bfloat16"
     seed: NonNegative = 0
 
 
@@ -143,7 +145,7 @@ class ExportSection(Section):
 class Recipe(Section):
     """One run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     target: TargetSection
     synthesize: SynthesizeSection = SynthesizeSection()
     extract: ExtractSection = ExtractSection()

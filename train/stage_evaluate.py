@@ -31,7 +31,9 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
     prompts = evaluation_prompts(context, template)
     target = context.load_target(section.dtype, tapped=True)
     target.self_check(torch.tensor(prompts[0].prompt_ids))
-    head = load_head(context.folder.of("train") / "best", dtype=target.dtype, device=context.device)
+    head = load_head(
+        context.folder.of("train") / "best", dtype=getattr(torch, section.draft_dtype), device=context.device
+    )
     tree = DynamicTree(section.tree.depth, section.tree.top_k, section.tree.num_draft_tokens)
     plan = EvaluationPlan(
         trees={"chain": ChainTree(section.chain.depth), "tree": tree},
@@ -65,7 +67,7 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
 
 
 def evaluation_prompts(context: RunContext, template: ChatTemplate) -> list[EvaluationPrompt]:
-    """Return the held-out prompts: each category of the prompt files is a set, the target's own prompts are "self"."""
+    """Return the held-out prompts: a set per category of the files, and the target's own as "self-written"."""
     section, limit = context.recipe.evaluate, context.recipe.synthesize.max_prompt_tokens
     prompts = []
     for source in section.prompts:
@@ -74,7 +76,7 @@ def evaluation_prompts(context: RunContext, template: ChatTemplate) -> list[Eval
             prompts.append(EvaluationPrompt(prompt.id, prompt.category, tuple(ids), prompt.messages[-1]["content"]))
     if section.self_heldout:
         for row in load_split(context.folder.of("synthesize"), "heldout"):
-            prompts.append(EvaluationPrompt(row.id, "self", row.prompt_ids, row.prompt_text))
+            prompts.append(EvaluationPrompt(row.id, "self-written", row.prompt_ids, row.prompt_text))
     if not prompts:
         raise UserError("there are no held-out prompts; give evaluate.prompts or raise synthesize.self_heldout.")
     long = [prompt.id for prompt in prompts if len(prompt.prompt_ids) > limit]

@@ -1,5 +1,6 @@
 """The train stage: from features to the best head by replayed acceptance."""
 
+import os
 import warnings
 from typing import Any
 
@@ -104,6 +105,7 @@ def make_accelerator(context: RunContext) -> Accelerator:
             mixed_precision="bf16" if section.precision == "bf16" else "no",
             log_with=None if section.tracker == "none" else section.tracker,
         )
+    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), "the ranks do not know of each other"
     if section.tracker != "none":
         accelerator.init_trackers("eyas", config={"recipe": context.recipe.name, **section.model_dump(mode="json")})
     return accelerator
@@ -168,6 +170,7 @@ def loop_plan(context: RunContext) -> LoopPlan:
         lines_per_batch=section.lines_per_batch,
         packed=section.batching == "packed",
         learning_rate=section.learning_rate,
+        lm_head_rate=section.lm_head_rate,
         betas=section.betas,
         weight_decay=section.weight_decay,
         warmup_steps=section.warmup_steps,

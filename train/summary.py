@@ -22,9 +22,9 @@ def print_summary(summary: dict[str, Any]) -> None:
     entries = summary["results"]["evaluate"].get("results", [])
     if entries:
         console.print(_acceptance_table(entries))
-    console.print(
-        f"everything is in {summary['folder']} (evaluation/report.html to look at, head/ to serve)", soft_wrap=True
-    )
+    whole = summary["stages"]["export"]["finished"]
+    what = " (evaluation/report.html to look at, head/ to serve)" if whole else ""
+    console.print(f"everything is in {summary['folder']}{what}", soft_wrap=True)
 
 
 def _describe(name: str, result: dict[str, Any]) -> str:

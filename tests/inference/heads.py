@@ -1,0 +1,143 @@
+"""Heads whose right and wrong drafts are known, and rows of text that a tiny target wrote greedily."""
+
+import torch
+from torch import Tensor, nn
+
+from eyas.data.feature_store import FeatureRow
+from eyas.inference.engine import Engine, GenerationRequest
+from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.eagle3 import Attend, Eagle3Head
+from eyas.models.head_config import head_config_for
+from eyas.models.target import Target
+from eyas.models.warm_start import init_random, set_vocabulary
+from eyas.tests.toys import OracleHead
+
+
+class FlakyHead(OracleHead):
+    """An oracle that is wrong about 4 times in 10: wherever its own feature points too far along a fixed direction.
+
+    So a draft is right or wrong by the features of the whole path that leads to it, not only by its position.
+    """
+
+    def step(
+        self,
+        feature_BTD: Tensor,
+        token_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        context: Attend,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        feature, logits_BTV = super().step(feature_BTD, token_ids_BT, position_ids_BT, context)
+        direction = torch.linspace(-1, 1, feature.shape[-1]).sin()
+        along = nn.functional.normalize(feature, dim=-1) @ nn.functional.normalize(direction, dim=0)
+        wrong_BT = along > 0.25 * feature.shape[-1] ** -0.5
+        logits_BTV = torch.where(wrong_BT[..., None], logits_BTV.roll(1, -1), logits_BTV)
+        return feature, logits_BTV if logits_at is None else logits_BTV.flatten(0, 1)[logits_at]
+
+
+class TiedHead(OracleHead):
+    """An oracle so sure that its draft has probability exactly 1: a child scores as high as its parent."""
+
+    sureness = 100.0
+
+    def step(
+        self,
+        feature_BTD: Tensor,
+        token_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        context: Attend,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        feature, logits = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
+        return feature, logits * self.sureness
+
+
+class ReducedOracle(Eagle3Head):
+    """A head with a reduced vocabulary that knows the text wherever the token can be drafted at all."""
+
+    text: list[int]
+    draft_ids_V: Tensor
+
+    def step(
+        self,
+        feature_BTD: Tensor,
+        token_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        context: Attend,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        feature, logits = super().step(feature_BTD, token_ids_BT, position_ids_BT, context)
+        positions = position_ids_BT.expand_as(token_ids_BT).flatten().tolist()
+        known = torch.tensor([self.text[p + 2] if p + 2 < len(self.text) else 0 for p in positions])
+        sure = nn.functional.one_hot(self.draft_ids_V[known].clamp(min=0), logits.shape[-1]).float()
+        return feature, sure.view_as(logits) if logits_at is None else sure[logits_at]
+
+
+class FixedHead(Eagle3Head):
+    """A head that drafts with the same logits everywhere."""
+
+    fixed_logits_U: Tensor
+
+    def step(
+        self,
+        feature_BTD: Tensor,
+        token_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        context: Attend,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        feature, logits = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
+        return feature, self.fixed_logits_U.expand_as(logits)
+
+
+def knowing_head(kind: type[OracleHead], target: Target, text: list[int], *, seed: int = 3) -> OracleHead:
+    """Return a head of a kind that knows a text, with random weights."""
+    torch.manual_seed(seed)
+    head = kind(head_config_for(target.config, aux_layers=target.aux_layers, draft_vocab_size=target.vocab_size), text)
+    init_random(head, std=0.3)
+    head.use_embedding(target.embedding)
+    return head.eval()
+
+
+def fixed_head(target: Target, logits_V: Tensor) -> FixedHead:
+    """Return a full-vocabulary head that always drafts with the given logits."""
+    head = FixedHead(head_config_for(target.config, aux_layers=target.aux_layers, draft_vocab_size=target.vocab_size))
+    init_random(head)
+    head.fixed_logits_U = logits_V
+    head.use_embedding(target.embedding)
+    return head.eval()
+
+
+def reduced_oracle(target: Target, text: list[int], vocabulary: DraftVocabulary) -> ReducedOracle:
+    """Return the oracle of a text that drafts only from a vocabulary."""
+    size = len(vocabulary)
+    head = ReducedOracle(head_config_for(target.config, aux_layers=target.aux_layers, draft_vocab_size=size))
+    init_random(head)
+    set_vocabulary(head, vocabulary)
+    head.text, head.draft_ids_V = text, vocabulary.draft_ids_V
+    head.use_embedding(target.embedding)
+    return head.eval()
+
+
+def random_prompt(length: int, *, seed: int, vocab_size: int = 97) -> tuple[int, ...]:
+    """Return a prompt of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(vocab_size, (length,), generator=generator).tolist())
+
+
+def greedy(target: Target, prompt: tuple[int, ...], count: int) -> list[int]:
+    """Return the target's plain greedy continuation of exactly `count` tokens."""
+    return list(Engine(target).generate(GenerationRequest(prompt, count)).token_ids)
+
+
+def feature_row(target: Target, prompt: tuple[int, ...], reply: list[int], *, name: str = "row") -> FeatureRow:
+    """Return the features of a prompt and a reply that the target wrote."""
+    ids = torch.tensor([*prompt, *reply])
+    out = target.forward(ids[None])
+    final = out.final_hidden_BTD[0].clone()
+    generated = torch.arange(len(ids)) >= len(prompt)
+    return FeatureRow(name, ids, generated, out.aux_hidden_BTF[0].clone(), final, target.head.logits(final).argmax(-1))

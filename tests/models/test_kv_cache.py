@@ -1,0 +1,169 @@
+"""The target's cache: any way of writing it gives the states of one plain forward; what it cannot hold is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eyas.models.errors import UserError
+from eyas.models.kv_cache import KVCache, check_full_attention
+from eyas.models.target import Target
+from eyas.tests.models.families import SERVED, family_model
+from eyas.tests.toys import tiny_config, tiny_target
+
+T = 13
+
+
+def causal_rows(positions_RT: Tensor) -> Tensor:
+    """Return the mask [R, 1, T, L] of tokens that see their own row up to themselves."""
+    slots = torch.arange(int(positions_RT.max()) + 1)
+    return slots[None, None, None, :] <= positions_RT[:, None, :, None]
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_pieces_through_the_cache_equal_one_forward(name: str) -> None:
+    target = Target(family_model(name), aux_layers=(0, 2, 3))
+    row = torch.randint(97, (1, T))
+    whole = target.forward(row)
+    cache = target.new_cache(batch=1, capacity=T)
+    start = 0
+    for count in (5, 1, 4, 3):
+        cache.write_at(start, count)
+        positions = torch.arange(start, start + count)[None]
+        out = target.forward(
+            row[:, start : start + count],
+            position_ids_BT=positions,
+            mask_B1TL=causal_rows(positions) if start else None,
+            cache=cache,
+        )
+        close(out.final_hidden_BTD, whole.final_hidden_BTD[:, start : start + count])
+        close(out.aux_hidden_BTF, whole.aux_hidden_BTF[:, start : start + count])
+        start += count
+
+
+def test_a_tree_forward_equals_one_forward_per_path_and_the_accepted_path_is_kept() -> None:
+    target = tiny_target()
+    prefix, tokens = torch.randint(97, (6,)), torch.randint(97, (6,))
+    # 0 -> 1, 2;  1 -> 3;  2 -> 4;  4 -> 5
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
+    mask = torch.zeros(6, 12, dtype=torch.bool)
+    mask[:, :6] = True
+    for node, path in enumerate(paths):
+        mask[node, [6 + n for n in path]] = True
+    cache = target.new_cache(batch=1, capacity=20)
+    cache.write_at(0, 6)
+    target.forward(prefix[None], cache=cache)
+    cache.write_at(6, 6)
+    depths = torch.tensor([len(path) - 1 for path in paths])
+    out = target.forward(tokens[None], position_ids_BT=6 + depths[None], mask_B1TL=mask[None, None], cache=cache)
+    for node, path in enumerate(paths):
+        alone = target.forward(torch.cat((prefix, tokens[path]))[None])
+        close(out.final_hidden_BTD[0, node], alone.final_hidden_BTD[0, -1])
+        close(out.aux_hidden_BTF[0, node], alone.aux_hidden_BTF[0, -1])
+    cache.keep_path(6, torch.tensor(paths[5]))
+    fresh = target.new_cache(batch=1, capacity=10)
+    fresh.write_at(0, 10)
+    target.forward(torch.cat((prefix, tokens[paths[5]]))[None], cache=fresh)
+    for kept, true in zip(cache.buffers, fresh.buffers, strict=True):
+        close(kept.keys[:, :, :10], true.keys)
+        close(kept.values[:, :, :10], true.values)
+
+
+def test_ragged_rows_equal_each_row_alone() -> None:
+    target = tiny_target()
+    rows = torch.randint(97, (3, T))
+    cache = target.new_cache(batch=3, capacity=T)
+    lengths = [4, 7, 1]
+    # Prefill two rows together (the shorter one padded), then the third, then decode all three side by side.
+    for members in ([0, 1], [2]):
+        longest = max(lengths[r] for r in members)
+        positions = torch.arange(longest).expand(len(members), -1)
+        cache.write_rows_at(torch.tensor(members), positions)
+        target.forward(
+            rows[members, :longest], position_ids_BT=positions, mask_B1TL=causal_rows(positions), cache=cache
+        )
+    for step in range(5):
+        positions = torch.tensor(lengths)[:, None] + step
+        cache.write_rows_at(None, positions)
+        out = target.forward(
+            rows.gather(1, positions), position_ids_BT=positions, mask_B1TL=causal_rows(positions), cache=cache
+        )
+        for r in range(3):
+            alone = target.forward(rows[r : r + 1, : lengths[r] + step + 1])
+            close(out.final_hidden_BTD[r, 0], alone.final_hidden_BTD[0, -1])
+
+
+def test_selected_rows_go_on_in_their_new_order() -> None:
+    target = tiny_target()
+    rows = torch.randint(97, (4, T))
+    cache = target.new_cache(batch=4, capacity=T)
+    positions = torch.arange(T - 1).expand(4, -1)
+    cache.write_rows_at(None, positions)
+    target.forward(rows[:, :-1], position_ids_BT=positions, mask_B1TL=causal_rows(positions), cache=cache)
+    order = torch.tensor([3, 0, 2])
+    cache.select_rows(order)
+    last = torch.full((3, 1), T - 1)
+    cache.write_rows_at(None, last)
+    out = target.forward(rows[order, -1:], position_ids_BT=last, mask_B1TL=causal_rows(last), cache=cache)
+    close(out.final_hidden_BTD[:, 0], target.forward(rows[order]).final_hidden_BTD[:, -1])
+
+
+def test_a_full_cache_says_how_much_was_asked() -> None:
+    cache = tiny_target().new_cache(batch=2, capacity=8)
+    cache.write_at(3, 5)
+    with pytest.raises(RuntimeError, match="KV cache of 8 tokens is full: asked for 9"):
+        cache.write_at(4, 5)
+    cache.write_rows_at(None, torch.tensor([[7], [0]]))
+    with pytest.raises(RuntimeError, match="KV cache of 8 tokens is full: asked for 9"):
+        cache.write_rows_at(None, torch.tensor([[0], [8]]))
+
+
+def new_cache(config: Any) -> KVCache:
+    return KVCache(config, batch=1, capacity=4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("mistral", {"sliding_window": 64}, r"full_attention with sliding window 64"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 4},
+            "full_attention, sliding_attention",
+        ),
+        ("gemma2", {"sliding_window": 64}, r"full_attention, sliding_attention with sliding window 64"),
+        ("qwen3_next", {}, "full_attention, linear_attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "conv, full_attention"),
+    ],
+)
+def test_targets_with_other_than_full_attention_are_refused_with_the_reason(
+    name: str, fields: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(name, **fields)
+    for refuse in (check_full_attention, new_cache):
+        with pytest.raises(UserError, match=rf"this target's attention is {reason}.*; the bundled runtime serves"):
+            refuse(config)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_window_that_is_switched_off_is_no_window(name: str) -> None:
+    check_full_attention(AutoConfig.for_model(name, sliding_window=4096, use_sliding_window=False))
+    check_full_attention(tiny_config())
+
+
+def test_latent_attention_is_refused_with_what_it_keeps() -> None:
+    latent: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    shape: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 12}
+    config = AutoConfig.for_model("deepseek_v3", **latent, **shape, **heads, first_k_dense_replace=2)
+    target = Target(AutoModelForCausalLM.from_config(config))
+    cache = target.new_cache(batch=1, capacity=4)
+    cache.write_at(0, 4)
+    with pytest.raises(UserError, match=r"keeps 1 heads of 16 numbers per token, its config says 4 of 8 \(latent"):
+        target.forward(torch.randint(97, (1, 4)), cache=cache)

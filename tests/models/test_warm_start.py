@@ -1,0 +1,82 @@
+"""A warm-started head is its target's last block run once more; families it cannot copy are refused."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.errors import UserError
+from eyas.models.head_config import head_config_for
+from eyas.models.target import Target
+from eyas.models.ttt_attention import TTTContext
+from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
+from eyas.tests.models.families import family_model
+
+T = 11
+VOCABULARY = DraftVocabulary(torch.arange(0, 97, 2), 97)
+
+
+def warm_head(target: Target) -> Eagle3Head:
+    config = head_config_for(
+        target.config, aux_layers=target.aux_layers, draft_vocab_size=len(VOCABULARY), intermediate_size=56
+    )
+    head = Eagle3Head(config).eval()
+    set_vocabulary(head, VOCABULARY)
+    init_from_target(head, target, VOCABULARY)
+    head.use_embedding(target.embedding)
+    return head
+
+
+def first_step(head: Eagle3Head, aux_TF: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    context = TTTContext(torch.zeros(1, T, dtype=torch.int64))
+    with torch.no_grad():
+        feature, logits = head.step(head.fuse(aux_TF[None]), tokens_T[None], torch.arange(T)[None], context)
+    return feature[0], logits[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "mistral", "gemma"])
+def test_the_first_step_is_the_targets_last_block_run_on_the_last_tap(name: str) -> None:
+    target = Target(family_model(name), aux_layers=(0, 1, 3))
+    row, tokens = torch.randint(97, (T,)), torch.randint(97, (T,))
+    aux = target.forward(row[None]).aux_hidden_BTF[0]
+    last = aux[:, -40:]
+    with torch.inference_mode():
+        rope = target.decoder.rotary_emb(last[None], torch.arange(T)[None])
+        causal = torch.full((T, T), float("-inf")).triu(1)[None, None]
+        again = target.layers[-1](last[None], attention_mask=causal, position_embeddings=rope)
+        again = (again[0] if isinstance(again, tuple) else again)[0]
+        expected = target.head.logits(target.decoder.norm(again))[:, VOCABULARY.token_ids_U]
+    feature, logits = first_step(warm_head(target), aux, tokens)
+    torch.testing.assert_close(feature, again, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_warm_start_copies_and_leaves_the_target_as_it_was() -> None:
+    target = Target(family_model("llama"), aux_layers=(0, 1, 3))
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    head = warm_head(target)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(1)
+    after = target.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", ["phi3", "olmo2", "mixtral"])
+def test_a_block_that_is_not_llama_like_is_refused(name: str) -> None:
+    target = Target(family_model(name), aux_layers=(0, 1, 3))
+    with pytest.raises(UserError, match=rf"cannot warm-start .* of a {name} target \(.*\); set head\.init to 'random'"):
+        warm_head(target)
+
+
+def test_a_random_start_fills_matrices_and_leaves_norms_at_one() -> None:
+    target = Target(family_model("llama"), aux_layers=(0, 1, 3))
+    config = head_config_for(target.config, aux_layers=(0, 1, 3), draft_vocab_size=49, norm_before_fc=True)
+    head = Eagle3Head(config)
+    init_random(head, std=0.05)
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 1:
+            assert bool((parameter == 1).all()), name
+        else:
+            assert 0.04 < float(parameter.detach().std()) < 0.06, name

@@ -1,0 +1,194 @@
+"""Training-time test against its slow reference, and what may add to the loss."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eyas.data.feature_batch import FeatureBatch, collate
+from eyas.data.feature_store import FeatureRow
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.target import Target
+from eyas.tests.toys import tiny_head, tiny_target
+from eyas.tests.train.rows import feature_row, gradients, head_vocabulary, objective, random_row
+from eyas.tests.train.slow_reference import slow_loss, trained_slots
+from eyas.train.objective import OBJECTIVES
+
+WEIGHTS = (1.0, 0.5, 0.25)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture
+def head(target: Target) -> Eagle3Head:
+    return tiny_head(target).train()
+
+
+@pytest.fixture(scope="module")
+def rows(target: Target) -> list[FeatureRow]:
+    """Two turns in one row; a plain row; a reply of two tokens (one slot at step 0); a reply of one (none at all)."""
+    ids = torch.randint(0, target.vocab_size, (19,), generator=torch.Generator().manual_seed(5)).tolist()
+    return [
+        feature_row(target, "two-turns", ids, [(4, 8), (13, 17)]),
+        random_row(target, "plain", prompt=5, reply=7, seed=6),
+        random_row(target, "short", prompt=3, reply=2, seed=7),
+        random_row(target, "single", prompt=6, reply=1, seed=8),
+    ]
+
+
+def padded(rows: list[FeatureRow], *, length: int = 23) -> FeatureBatch:
+    return collate([[row] for row in rows], length=length, dtype=torch.float32)
+
+
+def packed(rows: list[FeatureRow], *, length: int = 53) -> FeatureBatch:
+    return collate([rows], length=length, dtype=torch.float32)
+
+
+def test_the_trained_slots_of_two_turns_are_those_of_the_contract(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow]
+) -> None:
+    module = objective(target, head, keep_oov=True)
+    slots = [module._slots(padded(rows[:1]), step).nonzero().squeeze(-1).tolist() for step in range(3)]
+    assert slots == [[3, 4, 5, 6, 12, 13, 14, 15], [3, 4, 5, 12, 13, 14], [3, 4, 12, 13]]
+    assert module.counts(padded(rows[:1])).tolist() == [8.0, 6.0, 4.0]
+
+
+@pytest.mark.parametrize("keep_oov", [False, True])
+@pytest.mark.parametrize("loss", OBJECTIVES)
+def test_loss_and_gradients_equal_the_slow_reference(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow], loss: str, keep_oov: bool
+) -> None:
+    module = objective(target, head, loss=loss, weights=WEIGHTS, keep_oov=keep_oov)
+    batch = padded(rows)
+    value = module(batch, module.counts(batch))
+    value.backward()
+    found = gradients(head)
+    expected = slow_loss(head, target, rows, loss=loss, weights=WEIGHTS, keep_oov=keep_oov)
+    expected.backward()
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    of_reference = gradients(head)
+    assert found.keys() == of_reference.keys() == {name for name, _ in head.named_parameters()}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, of_reference[name], rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_counts_are_those_of_the_contract(target: Target, head: Eagle3Head, rows: list[FeatureRow]) -> None:
+    drafted = set(head_vocabulary(head).token_ids_U.tolist())
+    for keep_oov in (False, True):
+        expected = [
+            sum(len(trained_slots(row, step, drafted=None if keep_oov else drafted)) for row in rows)
+            for step in range(3)
+        ]
+        module = objective(target, head, keep_oov=keep_oov)
+        assert module.counts(padded(rows)).tolist() == expected
+        assert module.counts(packed(rows)).tolist() == expected
+    assert objective(target, head, keep_oov=True).counts(padded(rows)).tolist() == [15.0, 11.0, 8.0]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
+def test_packed_and_padded_rows_give_one_loss_and_gradient(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow], order: list[int]
+) -> None:
+    module = objective(target, head, loss="lk")
+    module(padded(rows), module.counts(padded(rows))).backward()
+    expected = gradients(head)
+    ordered = packed([rows[i] for i in order])
+    module(ordered, module.counts(ordered)).backward()
+    for name, gradient in gradients(head).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_window_of_batches_adds_up_to_one_batch_of_all_its_rows(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow]
+) -> None:
+    module = objective(target, head)
+    batch = padded(rows)
+    module(batch, module.counts(batch)).backward()
+    expected = gradients(head)
+    pieces = [padded(rows[:1]), padded(rows[1:3], length=12), padded(rows[3:])]
+    counts_S = torch.stack([module.counts(piece) for piece in pieces]).sum(0)
+    for piece in pieces:
+        module(piece, counts_S).backward()
+    for name, gradient in gradients(head).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_target_token_outside_the_draft_vocabulary_adds_nothing_unless_it_is_kept(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow]
+) -> None:
+    row = rows[0]
+    drafted = set(head_vocabulary(head).token_ids_U.tolist())
+    outside = [p for p in range(len(row)) if int(row.argmax_T[p]) >= 0 and int(row.argmax_T[p]) not in drafted]
+    assert outside, "the toy row has no such token: choose another seed"
+    disturbed = FeatureRow(**{**row.__dict__, "final_hidden_TD": row.final_hidden_TD.clone()})
+    disturbed.final_hidden_TD[outside] += 3.0
+
+    def value(row: FeatureRow, *, keep_oov: bool) -> float:
+        module = objective(target, head, keep_oov=keep_oov)
+        return float(module(padded([row]), module.counts(padded([row]))).detach())
+
+    assert value(disturbed, keep_oov=False) == value(row, keep_oov=False)
+    assert abs(value(disturbed, keep_oov=True) - value(row, keep_oov=True)) > 1e-3
+
+
+def test_a_row_trains_iff_some_slot_of_it_is_counted(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow]
+) -> None:
+    drafted = set(head_vocabulary(head).token_ids_U.tolist())
+    outside = next(token for token in range(target.vocab_size) if token not in drafted)
+    undraftable = FeatureRow(
+        **{**rows[1].__dict__, "argmax_T": torch.where(rows[1].argmax_T >= 0, outside, rows[1].argmax_T)}
+    )
+    for keep_oov, expected in ((False, [True, True, False, False]), (True, [True, True, False, True])):
+        module = objective(target, head, keep_oov=keep_oov)
+        asked = [rows[0], rows[1], rows[3], undraftable]
+        assert [module.trains(row) for row in asked] == expected
+        assert [bool(module.counts(padded([row])).any()) for row in asked] == expected
+
+
+def test_a_batch_without_trained_slots_has_a_loss_of_zero_that_still_reaches_every_parameter(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow]
+) -> None:
+    module = objective(target, head)
+    batch = padded(rows[3:])
+    loss = module(batch, module.counts(batch))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    found = gradients(head)
+    assert found.keys() == {name for name, _ in head.named_parameters()}  # data-parallel ranks wait for all of them
+    assert all(not bool(gradient.any()) for gradient in found.values())
+
+
+class NoLargeTensor(TorchDispatchMode):
+    """Fails on any operation whose result has `limit` elements or more."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and not func.is_view:
+                self.largest = max(self.largest, value.numel())
+                assert value.numel() < self.limit, f"{func} returned {tuple(value.shape)}"
+        return result
+
+
+def test_no_tensor_of_rows_by_target_vocabulary_is_ever_made() -> None:
+    vocab_size, length = 5000, 64
+    target = tiny_target(vocab_size=vocab_size)
+    head = tiny_head(target, draft_vocab_size=64).train()
+    row = random_row(target, "long", prompt=4, reply=length - 4, seed=3)
+    module = objective(target, head, keep_oov=True)
+    batch = padded([row], length=length)
+    with NoLargeTensor(8 * vocab_size) as seen:  # a few rows of full logits would already be seen
+        module(batch, module.counts(batch)).backward()
+    assert seen.largest >= 4 * length * length, "the hook saw less than the attention scores: it is not watching"
+    with pytest.raises(AssertionError, match=r"returned \(64, 5000\)"), NoLargeTensor(8 * vocab_size):
+        target.head.logits(row.final_hidden_TD)

@@ -1,0 +1,94 @@
+"""Two processes train what one process trains, also when one of them has nothing to train on."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.models.checkpoint import load_head
+from eyas.tests.toys import save_tiny_model
+from eyas.tests.train.tiny_run import write_recipe
+from eyas.tests.train.two_ranks import train_two_rows
+from eyas.train import __main__ as train_main
+from eyas.train.pipeline import run_stages
+from eyas.train.progress import Reporter
+from eyas.train.recipe_io import load_recipe
+
+
+class Launched(NamedTuple):
+    recipe: Path
+    before: Path  # a run folder that is ready for training
+    run: Path
+    rows: Path
+    said: str
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Two processes, launched once for all tests: two rows, one of them masked, then the train stage of a tiny run."""
+    folder = tmp_path_factory.mktemp("processes")
+    recipe = write_recipe(save_tiny_model(folder / "model"), folder, train={"steps": 6, "validate_every": 3})
+    before, run, rows = folder / "before", folder / "run", folder / "rows"
+    run_stages(load_recipe(str(recipe)), before, last="extract", reporter=Reporter(quiet=True))
+    shutil.copytree(before, run)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    command += ["eyas.tests.train.two_ranks", str(rows), str(recipe), str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=180)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its workers then, and only then
+            raise
+    assert process.returncode == 0, said
+    return Launched(recipe, before, run, rows, said)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_two_processes_give_the_weights_of_one_though_one_rank_has_only_masked_rows(
+    launched: Launched, tmp_path: Path
+) -> None:
+    train_two_rows(tmp_path, accumulate=2)
+    one = torch.load(tmp_path / "weights-1.pt", weights_only=True)
+    assert_same(torch.load(launched.rows / "weights-2.pt", weights_only=True), one)
+
+
+def test_the_train_stage_on_two_processes_gives_the_head_of_one(launched: Launched, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(launched.before, run)
+    assert train_main.main([str(launched.recipe), "--out", str(run), "--set", "train.accumulate=2"]) == 0
+    best = [load_head(folder / "training" / "best", dtype=torch.float32).state_dict() for folder in (launched.run, run)]
+    assert_same(*best)
+    records = [json.loads((folder / "stages" / "train.json").read_text()) for folder in (launched.run, run)]
+    assert records[0]["finished"]
+    assert records[0]["result"] == records[1]["result"]
+
+
+def test_of_two_ranks_one_speaks_and_writes(launched: Launched) -> None:
+    assert [line for line in launched.said.splitlines() if line.startswith("[")] == ["[3/5] train"]
+    lines = [json.loads(line) for line in (launched.run / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    assert lines[-2]["epoch"] == pytest.approx(12 / 6)  # two lines a step, of twelve rows in six lines
+
+
+def test_several_cpu_ranks_asked_of_accelerate_are_refused_because_it_starts_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}  # what its launcher sets, and all of it
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert train_main.main(["smollm2-quickstart", "--out", str(tmp_path / "run")]) == 2
+    assert "use torchrun --standalone --nproc_per_node N -m eyas.train RECIPE" in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""Recipes: strict keys with the nearest name, ranges, overrides, and what is written out can be read again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eyas.models.errors import UserError
+from eyas.train.objective import OBJECTIVES
+from eyas.train.recipe import Recipe, TrainSection
+from eyas.train.recipe_io import bundled_recipes, dump_recipe, load_recipe, parse_recipe
+
+SMALL: dict[str, Any] = {"name": "small", "target": {"model": "some/model"}}
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    return parse_recipe({**SMALL, **sections}, where="here")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_every_bundled_recipe_loads_and_bears_its_own_name(name: str) -> None:
+    assert load_recipe(name).name == name
+
+
+def test_there_is_a_bundled_recipe() -> None:
+    assert "smollm2-quickstart" in bundled_recipes()
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "near"),
+    [
+        ({"trian": {"steps": 5}}, "trian", "train"),
+        ({"train": {"stepz": 5}}, "train.stepz", "steps"),
+        ({"evaluate": {"tree": {"topk": 4}}}, "evaluate.tree.topk", "top_k"),
+        ({"synthesize": {"answers": [{"temperature": 1.0}, {"temprature": 1.0}]}}, "synthesize.answers.1.temprature",
+         "temperature"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_its_place_and_the_nearest_valid_one(
+    fields: dict[str, Any], key: str, near: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe(**fields)
+    message = str(caught.value)
+    assert message.startswith(f"recipe here: unknown key '{key}'; allowed here: ")
+    assert message.endswith(f"Did you mean '{near}'?")
+    assert "\n" not in message
+
+
+def test_the_keys_allowed_at_a_place_are_listed() -> None:
+    with pytest.raises(UserError, match=r"unknown key 'synthesize\.answers\.0\.x'; allowed here: temperature, top_k\."):
+        recipe(synthesize={"answers": [{"x": 1}]})
+    with pytest.raises(UserError, match="allowed here: name, target, synthesize, extract, head, train, evaluate, export"):
+        recipe(unheard_of={})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"steps": 0}}, r"train\.steps: Input should be greater than 0 \(given 0\)"),
+        ({"train": {"steps": "many"}}, r"train\.steps: .*valid integer.* \(given 'many'\)"),
+        ({"train": {"loss": "kll"}}, r"train\.loss: Input should be 'kl', 'ce' or 'lk' \(given 'kll'\)"),
+        ({"train": {"learning_rate": float("inf")}}, r"train\.learning_rate: .*finite number \(given inf\)"),
+        ({"train": {"learning_rate": -0.1}}, r"train\.learning_rate: .*greater than 0 \(given -0\.1\)"),
+        ({"train": {"betas": [0.9, 1.0]}}, r"train\.betas\.1: Input should be less than 1 \(given 1\.0\)"),
+        ({"train": {"betas": [0.9]}}, r"train\.betas\.1' is missing"),
+        ({"train": {"step_decay": 1.5}}, r"train\.step_decay: .*less than or equal to 1 \(given 1\.5\)"),
+        ({"train": None}, r"train: .* \(given None\)"),
+        ({"synthesize": {"answers": []}}, r"synthesize\.answers: .*at least 1 item"),
+        ({"synthesize": {"dtype": "float16"}}, r"synthesize\.dtype: Input should be 'float32' or 'bfloat16'"),
+        ({"evaluate": {"temperatures": [0.0, -1.0]}}, r"evaluate\.temperatures\.1: .*greater than or equal to 0"),
+        ({"name": "../up"}, r"name: .*pattern"),
+        ({"name": ".."}, r"name: .*pattern"),
+    ],
+)
+def test_a_value_out_of_range_says_what_is_allowed_and_what_was_given(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        recipe(**sections)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"synthesize": {"max_prompt_tokens": 300, "max_reply_tokens": 213}, "train": {"line_length": 512}},
+         r"train\.line_length 512 is shorter than the longest row, synthesize\.max_prompt_tokens \+ max_reply_tokens = 513"),
+        ({"synthesize": {"prompts": []}}, "nothing to train on"),
+        ({"evaluate": {"prompts": []}}, "nothing to evaluate on"),
+        ({"evaluate": {"prompts": [], "self_heldout": False}, "synthesize": {"self_heldout": 4}}, "nothing to evaluate"),
+    ],
+)  # fmt: skip
+def test_sections_that_do_not_fit_each_other_are_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recipe(**sections)
+
+
+def test_a_line_exactly_as_long_as_the_longest_row_is_allowed() -> None:
+    sections = {"synthesize": {"max_prompt_tokens": 300, "max_reply_tokens": 212}, "train": {"line_length": 512}}
+    assert recipe(**sections).train.line_length == 512
+    assert recipe(evaluate={"prompts": []}, synthesize={"self_heldout": 4}).evaluate.prompts == ()
+
+
+def test_further_faults_are_counted() -> None:
+    with pytest.raises(UserError, match=r"\(2 more\)"):
+        recipe(train={"steps": 0, "clip": 0, "warmup_steps": -1})
+
+
+def test_a_recipe_needs_a_target() -> None:
+    with pytest.raises(UserError, match=r"recipe here: 'target' is missing\."):
+        parse_recipe({"name": "x"}, where="here")
+
+
+def test_every_objective_can_be_asked_for() -> None:
+    for name in OBJECTIVES:
+        assert TrainSection(loss=name).loss == name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.steps=7", "train", "steps", 7),
+        ("train.learning_rate=1e-4", "train", "learning_rate", 1e-4),
+        ("train.keep_oov=true", "train", "keep_oov", True),
+        ("head.aux_layers=[1, 2, 5]", "head", "aux_layers", (1, 2, 5)),
+        ("evaluate.prompts=[a=b.jsonl]", "evaluate", "prompts", ("a=b.jsonl",)),
+        ("head.intermediate_size=null", "head", "intermediate_size", None),
+        ("target.template_arguments.enable_thinking=false", "target", "template_arguments", {"enable_thinking": False}),
+        (" target.model = ./else ", "target", "model", "./else"),
+    ],
+)
+def test_an_override_sets_a_typed_value(small: str, override: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load_recipe(small, [override]), section), key) == value
+
+
+def test_overrides_apply_in_order_and_leave_the_rest_alone(small: str) -> None:
+    changed = load_recipe(small, ["evaluate.tree.depth=2", "train.steps=3", "train.steps=4"])
+    assert (changed.evaluate.tree.depth, changed.train.steps) == (2, 4)
+    plain = load_recipe(small)
+    assert changed.evaluate.chain == plain.evaluate.chain
+    assert changed.train.model_copy(update={"steps": plain.train.steps}) == plain.train
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps", r"--set takes section\.key=value, given 'train\.steps'"),
+        ("train.stepz=4", r"unknown key 'train\.stepz'.*Did you mean 'steps'\?"),
+        ("name.first=x", r"--set 'name\.first=x': 'name' is a value, not a section"),
+        ("train.steps=[1", r"--set 'train\.steps=\[1': the value is not YAML"),
+        ("=4", "unknown key ''"),
+        ("train=4", r"train: .* \(given 4\)"),
+    ],
+)
+def test_a_bad_override_is_one_sentence(small: str, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_recipe(small, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty; start from a bundled one: .*smollm2-quickstart"),
+        ("# nothing yet\n", "is empty"),
+        ("- a\n- b\n", "holds a list instead of sections"),
+        ("just words", "holds a str instead of sections"),
+        ("name: [", "is not YAML"),
+        ("1: 2\nname: x\ntarget: {model: m}\n", "recipe .*1"),
+        ("name: caf\xe9", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_one_sentence(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=message) as caught:
+        load_recipe(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_names_the_bundled_ones() -> None:
+    with pytest.raises(UserError, match=r"there is no recipe 'smollm2-quickstrat'.*Did you mean 'smollm2-quickstart'\?"):
+        load_recipe("smollm2-quickstrat")
+
+
+@pytest.mark.parametrize("source", [*bundled_recipes(), "small"])
+def test_a_dumped_recipe_is_complete_and_loads_as_the_same(source: str, small: str, tmp_path: Path) -> None:
+    original = load_recipe(small if source == "small" else source, ["head.aux_layers=[1,3,5]", "train.seed=9"])
+    path = tmp_path / "dumped.yaml"
+    path.write_text(dump_recipe(original))
+    assert load_recipe(str(path)) == original
+    written = yaml.safe_load(path.read_text())
+    assert written["train"].keys() == TrainSection.model_fields.keys()
+    assert written.keys() == Recipe.model_fields.keys()

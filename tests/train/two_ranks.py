@@ -1,0 +1,37 @@
+"""What the test of several processes runs in each of them.
+
+torchrun --standalone --nproc_per_node 2 -m eyas.tests.train.two_ranks FOLDER RECIPE RUN
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from eyas.tests.toys import tiny_head, tiny_target
+from eyas.tests.train.rows import greedy_row, loop_plan, objective, random_row
+from eyas.train import __main__ as train_main
+from eyas.train.loop import train_head
+
+
+def train_two_rows(folder: Path, *, accumulate: int) -> None:
+    """Train a tiny head on one good row and one without any trained slot.
+
+    Two batches make a step, on one process or on two: of two ranks one has the masked row alone in its window.
+    """
+    target = tiny_target()
+    rows = [random_row(target, "good", prompt=4, reply=9, seed=0), random_row(target, "masked", prompt=5, reply=1, seed=1)]
+    accelerator = Accelerator(cpu=True)
+    module = objective(target, tiny_head(target).train())
+    plan = loop_plan(steps=4, accumulate=accumulate, validate_every=2, checkpoint_every=4)
+    held_out = [greedy_row(target, "held-out", [5, 6, 7], new_tokens=6)]
+    train_head(module, rows, held_out, plan, folder, accelerator=accelerator, key="two", report=lambda fields: None)
+    if accelerator.is_main_process:
+        torch.save(module.head.state_dict(), folder / f"weights-{accelerator.num_processes}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train_two_rows(Path(sys.argv[1]), accumulate=1)
+    sys.exit(train_main.main([sys.argv[2], "--out", sys.argv[3]]))
