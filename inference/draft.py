@@ -24,7 +24,7 @@ class EagleDrafter:
     """The drafting state of one request. The head may be less precise than the target: drafts are only guesses."""
 
     def __init__(self, head: Eagle3Head, *, capacity: int) -> None:
-        weight = head.fc.weight
+        weight = head.norm.weight
         self.head = head
         self.cache = DraftCache(
             kv_heads=head.config.num_key_value_heads,
@@ -43,7 +43,7 @@ class EagleDrafter:
         start = self.cache.length
         self.cache.commit(T)
         positions = torch.arange(start, start + T, device=next_tokens_T.device)[None]
-        feature = self.head.fuse(aux_hidden_TF[None].to(self.head.fc.weight.dtype))
+        feature = self.head.fuse(aux_hidden_TF[None].to(self.head.norm.weight.dtype))
         last = torch.tensor([T - 1], device=next_tokens_T.device)
         feature, logits = self.head.step(feature, next_tokens_T[None], positions, self.cache, logits_at=last)
         self.feature_D, self.logits_U = feature[0, -1], logits[0]

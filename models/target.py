@@ -19,6 +19,7 @@ from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 from eyas.models.head_config import check_aux_layers
 from eyas.models.kv_cache import KVCache
+from eyas.models.packed_linear import pack_linears
 from eyas.models.target_head import TargetHead
 
 TARGET_FAMILIES = {"gpt2": "h"}  # where the decoder layers are, when not in `.layers`
@@ -70,6 +71,12 @@ class Target:
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load target {name!r} as a causal language model: {error}") from error
         return cls(model.to(device), aux_layers=aux_layers)
+
+    def pack(self, *, rows: int) -> "Target":
+        """Pack all weights in place for decoding about `rows` tokens per forward (a CPU matter), and return self."""
+        pack_linears(self.layers, rows=rows)
+        self.head = self.head.pack(rows=rows)
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -4,12 +4,14 @@ Teacher logits are rebuilt from stored final states through this class alone, so
 rebuild is found by `Target.self_check` before anything is trained on them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from eyas.models.packed_linear import can_pack, pack, packed_product
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class TargetHead:
     bias_V: Tensor | None
     scale: float
     softcap: float | None
+    packed: Tensor | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TargetHead":
@@ -45,9 +48,17 @@ class TargetHead:
         bias = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return TargetHead(self.weight_VD.to(device, dtype), bias, self.scale, self.softcap)
 
+    def pack(self, *, rows: int) -> "TargetHead":
+        """Return the head with its weight also packed for inputs of about `rows` rows, where the machine can."""
+        return replace(self, packed=pack(self.weight_VD, rows=rows)) if can_pack(self.weight_VD) else self
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits over the head's rows of final states, [..., D] -> [..., rows]."""
-        logits = F.linear(hidden.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
+        hidden = hidden.to(self.weight_VD.dtype)
+        if self.packed is None:
+            logits = F.linear(hidden, self.weight_VD, self.bias_V)
+        else:
+            logits = packed_product(hidden, self.packed, self.bias_V)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

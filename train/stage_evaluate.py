@@ -17,6 +17,7 @@ from eyas.inference.evaluation import EvaluationPlan, EvaluationPrompt, evaluate
 from eyas.inference.report import write_report
 from eyas.models.checkpoint import load_head
 from eyas.models.errors import UserError
+from eyas.models.packed_linear import pack_linears
 from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
 from eyas.train.run_folder import fingerprint
@@ -29,11 +30,12 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.target.model)
     template = ChatTemplate(tokenizer, recipe.target.template_arguments)
     prompts = evaluation_prompts(context, template)
-    target = context.load_target(section.dtype, tapped=True)
+    target = context.load_target(section.dtype, tapped=True).pack(rows=section.tree.num_draft_tokens + 1)
     target.self_check(torch.tensor(prompts[0].prompt_ids))
     head = load_head(
         context.folder.of("train") / "best", dtype=getattr(torch, section.draft_dtype), device=context.device
     )
+    pack_linears(head, rows=section.tree.top_k)
     tree = DynamicTree(section.tree.depth, section.tree.top_k, section.tree.num_draft_tokens)
     plan = EvaluationPlan(
         trees={"chain": ChainTree(section.chain.depth), "tree": tree},

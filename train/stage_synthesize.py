@@ -29,7 +29,7 @@ def run_synthesize(context: RunContext) -> dict[str, Any]:
         rows_per_part=section.rows_per_part,
         seed=section.seed,
     )
-    target = context.load_target(section.dtype, tapped=False)
+    target = context.load_target(section.dtype, tapped=False).pack(rows=section.batch)
     with context.reporter.bar("tok") as bar:
         report = synthesize(target, template, prompts, plan, context.folder.of("synthesize"), bar.update)
     return asdict(report)

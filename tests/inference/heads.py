@@ -123,6 +123,14 @@ def reduced_oracle(target: Target, text: list[int], vocabulary: DraftVocabulary)
     return head.eval()
 
 
+@torch.no_grad()
+def soften(head: Eagle3Head) -> Eagle3Head:
+    """Spread a random head's attention and drafts, so that a key seen wrongly shows and trees branch; returns it."""
+    head.midlayer.self_attn.q_proj.weight.mul_(0.05)
+    head.lm_head.weight.mul_(0.6)
+    return head
+
+
 def random_prompt(length: int, *, seed: int, vocab_size: int = 97) -> tuple[int, ...]:
     """Return a prompt of random tokens."""
     generator = torch.Generator().manual_seed(seed)

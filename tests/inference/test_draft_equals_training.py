@@ -15,7 +15,7 @@ from eyas.data.feature_store import FeatureRow
 from eyas.inference.draft import EagleDrafter
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.ttt_attention import TTTContext
-from eyas.tests.inference.heads import feature_row, greedy, random_prompt
+from eyas.tests.inference.heads import feature_row, greedy, random_prompt, soften
 from eyas.tests.toys import tiny_head, tiny_target
 
 STEPS = 4
@@ -74,7 +74,7 @@ def drafted(head: Eagle3Head, row: FeatureRow, *, commits: list[int]) -> dict[tu
 def test_training_logits_equal_the_runtimes_at_every_slot_and_step(
     flags: dict[str, bool], lines: list[list[int]]
 ) -> None:
-    head, made = tiny_head(TARGET, **flags), rows()
+    head, made = soften(tiny_head(TARGET, **flags)), rows()
     batch = collate([[made[i] for i in line] for line in lines], length=44, dtype=torch.float32)
     training = unrolled(head, batch)
     compared = 0
@@ -90,7 +90,7 @@ def test_training_logits_equal_the_runtimes_at_every_slot_and_step(
 
 
 def test_committing_several_slots_at_once_changes_nothing() -> None:
-    head, row = tiny_head(TARGET), rows()[2]
+    head, row = soften(tiny_head(TARGET)), rows()[2]
     one_by_one = drafted(head, row, commits=list(range(1, 19)))
     for commits in ([18], [7, 8, 12, 18], [1, 18]):
         for key, logits in drafted(head, row, commits=commits).items():

@@ -30,10 +30,10 @@ def runs(lengths: list[int], *, depth: int) -> torch.Tensor:
 
 
 def test_rounds_are_walked_as_the_engine_walks_them() -> None:
-    # Prompt 0..2, reply 3..9. Rounds start at slots 2 (2 accepted), 5 (0), 6 (1), 8 (cut: token 10 is past the end).
-    lengths = [3, 3, 2, 3, 3, 0, 1, 3, 3, 3]
+    # Prompt 0..2, reply 3..9. Rounds start at slots 2 (2 accepted), 5 (0) and 6 (2 of 3: token 10 is past the end).
+    lengths = [3, 3, 2, 3, 3, 0, 3, 3, 3, 3]
     stats = replay_chain(runs(lengths, depth=3), first=3, last=9)
-    assert (stats.rounds, stats.drafted, stats.survived) == (3, 9, [2, 1, 0])
+    assert (stats.rounds, stats.drafted, stats.survived) == (3, 9, [2, 2, 0])
     cut = replay_chain(runs(lengths, depth=3), first=3, last=8)
     assert (cut.rounds, cut.survived) == (3, [2, 1, 0])  # the last round's one draft is the last token: no bonus
     cut = replay_chain(runs(lengths, depth=3), first=3, last=7)

@@ -1,4 +1,4 @@
-"""The training loop: exact averaging, which checkpoint is kept, what stops it, and that a resumed run is the same run."""
+"""The training loop: exact averaging, which checkpoint is kept, what stops it, and that resuming changes nothing."""
 
 import json
 import math
@@ -116,9 +116,7 @@ def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_its_window(rows: list
     steps = [fields for fields in reports if fields["event"] == "step"]
     windows = [module.seen[i : i + 2] for i in range(0, 10, 2)]
     assert sorted(module.seen[:5]) == sorted(module.seen[5:]) == [0, 1, 2, 3, 4]  # each row once per epoch
-    expected = [
-        sum(ByHand.SUMS[n][0] for n in window) / sum(ByHand.SUMS[n][1] for n in window) for window in windows
-    ]
+    expected = [sum(ByHand.SUMS[n][0] for n in window) / sum(ByHand.SUMS[n][1] for n in window) for window in windows]
     assert [fields["loss"] for fields in steps] == pytest.approx(expected, rel=1e-6)
     assert [fields["gradient_norm"] for fields in steps] == pytest.approx(expected, rel=1e-6)
     assert [fields["epoch"] for fields in steps] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
@@ -168,7 +166,9 @@ def test_an_epoch_of_batches_holds_every_row_once_and_is_the_same_after_a_restar
             ]
         )
     expected = sorted(tuple(row.input_ids_T.tolist()) for row in rows)
-    epochs = [sorted(ids for content in part for ids in content) for part in (contents[:per_epoch], contents[per_epoch:])]
+    epochs = [
+        sorted(ids for content in part for ids in content) for part in (contents[:per_epoch], contents[per_epoch:])
+    ]
     assert epochs == [expected, expected]
     assert contents[:per_epoch] != contents[per_epoch:]  # shuffled anew
     assert equal(Batches(rows, plan).get(per_epoch + 1).__dict__, batches.get(per_epoch + 1).__dict__)
@@ -287,9 +287,7 @@ def test_the_head_over_the_vocabulary_learns_at_its_own_rate(
     assert moved["fc.weight"] == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_corpus_without_trained_slots_is_refused(
-    target: Target, held_out: list[FeatureRow], tmp_path: Path
-) -> None:
+def test_a_corpus_without_trained_slots_is_refused(target: Target, held_out: list[FeatureRow], tmp_path: Path) -> None:
     single = [random_row(target, "single", prompt=4, reply=1, seed=0)]
     with pytest.raises(UserError, match="no slot of the batch is trained"):
         train(target, single, held_out, loop_plan(), tmp_path)

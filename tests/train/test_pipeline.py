@@ -292,7 +292,9 @@ def test_prompt_files_are_read_before_the_first_stage(
             run(fields, folder)
     evaluation.write_text(good)
     twin = write_prompts(tmp_path / "twin.jsonl", "eval", 1)
-    with pytest.raises(UserError, match=r"prompt id 'eval-0' occurs twice in .*eval\.jsonl, .*twin\.jsonl; ids must be"):
+    with pytest.raises(
+        UserError, match=r"prompt id 'eval-0' occurs twice in .*eval\.jsonl, .*twin\.jsonl; ids must be"
+    ):
         run(changed(fields, "evaluate.prompts", [str(evaluation), str(twin)]), folder)
     assert stages.fresh() == []
 

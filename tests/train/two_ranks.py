@@ -21,7 +21,10 @@ def train_two_rows(folder: Path, *, accumulate: int) -> None:
     Two batches make a step, on one process or on two: of two ranks one has the masked row alone in its window.
     """
     target = tiny_target()
-    rows = [random_row(target, "good", prompt=4, reply=9, seed=0), random_row(target, "masked", prompt=5, reply=1, seed=1)]
+    rows = [
+        random_row(target, "good", prompt=4, reply=9, seed=0),
+        random_row(target, "masked", prompt=5, reply=1, seed=1),
+    ]
     accelerator = Accelerator(cpu=True)
     module = objective(target, tiny_head(target).train())
     plan = loop_plan(steps=4, accumulate=accumulate, validate_every=2, checkpoint_every=4)
