@@ -24,7 +24,7 @@ class HeadRope(LlamaRotaryEmbedding):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HeadRope":
-        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
 
 
 def build_rope(config: HeadConfig) -> HeadRope:

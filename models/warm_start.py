@@ -31,7 +31,7 @@ def init_random(head: Eagle3Head, *, std: float = 0.02) -> None:
             parameter.normal_(std=std)
 
 
-def _norm_weight(norm: nn.Module) -> Tensor:
+def _norm_weight(norm: Any) -> Tensor:
     """Return what an RMSNorm multiplies by: its weight, or 1 + weight where the family stores it so (Gemma)."""
     weight: Tensor = norm.weight
     probe = torch.full_like(weight, 1024.0)  # large, so that eps does not show
