@@ -7,7 +7,7 @@ embedding half of q/k/v starts at zero, so that at first the feature alone speak
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
