@@ -169,10 +169,12 @@ class Engine:
         N, start, device = len(tree), progress.cached, self.target.device
         prefix = torch.ones(N, start, dtype=torch.bool)
         mask_NL = torch.cat((prefix, tree.ancestors_NN), dim=1).to(device)
+        # Nodes past the last position are cut by the limit anyway; dynamic RoPE would turn all other nodes by them.
+        positions_N = (start + tree.depths_N).clamp(max=self.target.config.max_position_embeddings - 1)
         progress.cache.write_at(start, N)
         out = self.target.forward(
             tree.tokens_N[None].to(device),
-            position_ids_BT=(start + tree.depths_N)[None].to(device),
+            position_ids_BT=positions_N[None].to(device),
             mask_B1TL=mask_NL[None, None],
             cache=progress.cache,
         )

@@ -195,6 +195,14 @@ def test_streamed_rounds_are_the_generation(maker: TreeMaker) -> None:
     assert generation.seconds >= generation.prefill_seconds > 0
 
 
+def test_a_target_whose_heads_do_not_divide_its_hidden_size_is_served() -> None:
+    target = Target(family_model("qwen3", hidden_size=42, num_attention_heads=4, head_dim=16), aux_layers=(0, 1, 3))
+    prompt = random_prompt(5, seed=2)
+    for maker in (ChainTree(3), DynamicTree(3, 3, 8)):
+        generation = Engine(target, tiny_head(target), maker).generate(GenerationRequest(prompt, 12))
+        assert list(generation.token_ids) == greedy(target, prompt, 12)
+
+
 def test_one_engine_answers_many_requests_without_mixing_them() -> None:
     head = tiny_head(TARGET)
     engine = Engine(TARGET, head, DynamicTree(3, 3, 8))
@@ -208,11 +216,24 @@ def test_one_engine_answers_many_requests_without_mixing_them() -> None:
 
 
 @pytest.mark.parametrize("maker", [None, ChainTree(6), DynamicTree(6, 3, 20)], ids=["plain", "chain", "tree"])
-def test_the_last_position_of_the_target_is_reached_but_not_passed(maker: TreeMaker | None) -> None:
-    target = tiny_target(layers=2, aux_layers=(0, 1), max_position_embeddings=24)
-    prompt = random_prompt(10, seed=3)
-    engine = Engine(target, None if maker is None else tiny_head(target), maker)
-    assert list(engine.generate(GenerationRequest(prompt, 14)).token_ids) == greedy(target, prompt, 14)
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_the_last_position_of_the_target_is_reached_but_not_passed(maker: TreeMaker | None, kind: str) -> None:
+    # Dynamic frequencies change for every token of a forward that holds one position past the target's last.
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    target = tiny_target(layers=2, aux_layers=(0, 1), max_position_embeddings=24, rope_parameters=rope)
+    for seed in range(4):
+        prompt = random_prompt(10, seed=seed)
+        text = greedy(target, prompt, 14)
+        known = [*prompt, *text, *random_prompt(9, seed=9)]
+        engine = Engine(target, None if maker is None else knowing_head(FlakyHead, target, known), maker)
+        progress = engine._prefill(GenerationRequest(prompt, 14))
+        list(engine._rounds(progress))
+        assert progress.tokens == text
+        fresh = target.new_cache(batch=1, capacity=23)
+        fresh.write_at(0, 23)
+        target.forward(torch.tensor([[*prompt, *text[:-1]]]), cache=fresh)
+        for ours, true in zip(progress.cache.buffers, fresh.buffers, strict=True):
+            torch.testing.assert_close(ours.keys[:, :, :23], true.keys, rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match=r"prompt \(10 tokens\) and max_new_tokens \(15\) exceed the target's 24 pos"):
         engine.generate(GenerationRequest(prompt, 15))
 

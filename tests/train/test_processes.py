@@ -20,6 +20,7 @@ from eyas.train import __main__ as train_main
 from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import load_recipe
+from eyas.train.training_state import load_state
 
 
 class Launched(NamedTuple):
@@ -61,8 +62,13 @@ def test_two_processes_give_the_weights_of_one_though_one_rank_has_only_masked_r
     launched: Launched, tmp_path: Path
 ) -> None:
     train_two_rows(tmp_path, accumulate=2)
-    one = torch.load(tmp_path / "weights-1.pt", weights_only=True)
-    assert_same(torch.load(launched.rows / "weights-2.pt", weights_only=True), one)
+    one = load_state(tmp_path / "checkpoints", key="two", processes=1)
+    two = load_state(launched.rows / "checkpoints", key="two", processes=2)
+    assert one is not None
+    assert two is not None
+    assert_same(two["head"], one["head"])
+    for number, moments in one["optimizer"]["state"].items():  # Adam's steps alone would hide a wrong scale
+        assert_same(two["optimizer"]["state"][number], moments)
 
 
 def test_the_train_stage_on_two_processes_gives_the_head_of_one(launched: Launched, tmp_path: Path) -> None:
@@ -74,6 +80,13 @@ def test_the_train_stage_on_two_processes_gives_the_head_of_one(launched: Launch
     records = [json.loads((folder / "stages" / "train.json").read_text()) for folder in (launched.run, run)]
     assert records[0]["finished"]
     assert records[0]["result"] == records[1]["result"]
+    logged = [
+        [json.loads(line) for line in (folder / "training" / "metrics.jsonl").read_text().splitlines()]
+        for folder in (launched.run, run)
+    ]
+    for of_two, of_one in zip(*logged, strict=True):
+        for name in of_two.keys() - {"tokens_per_second"}:
+            assert of_two[name] == (of_one[name] if name == "event" else pytest.approx(of_one[name], rel=1e-5)), name
 
 
 def test_of_two_ranks_one_speaks_and_writes(launched: Launched) -> None:

@@ -30,8 +30,6 @@ def train_two_rows(folder: Path, *, accumulate: int) -> None:
     plan = loop_plan(steps=4, accumulate=accumulate, validate_every=2, checkpoint_every=4)
     held_out = [greedy_row(target, "held-out", [5, 6, 7], new_tokens=6)]
     train_head(module, rows, held_out, plan, folder, accelerator=accelerator, key="two", report=lambda fields: None)
-    if accelerator.is_main_process:
-        torch.save(module.head.state_dict(), folder / f"weights-{accelerator.num_processes}.pt")
 
 
 if __name__ == "__main__":
