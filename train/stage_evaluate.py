@@ -91,11 +91,11 @@ def evaluation_prompts(context: RunContext, template: ChatTemplate) -> list[Eval
 
 def versions() -> dict[str, str]:
     """Return the versions a number depends on."""
-    names = ("eyas", "torch", "transformers", "accelerate")
+    names = ("eyas", "transformers", "accelerate")
     found = {}
     for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "unknown"
-    return {**found, "python": sys.version.split()[0]}
+    return {**found, "torch": torch.__version__, "python": sys.version.split()[0]}

@@ -219,7 +219,7 @@ def test_a_fault_of_ours_keeps_its_traceback(eyas: Eyas, recipe: Path, monkeypat
 
 def test_a_real_command_line_ends_with_exit_code_2_and_no_traceback(recipe: Path) -> None:
     command = [sys.executable, "-m", "eyas.scripts.cli", "run", str(recipe), "--set", "head.aux_layers=[9]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: aux layer 9 is out of range")

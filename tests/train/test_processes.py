@@ -44,7 +44,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            _, said = process.communicate(timeout=180)
+            _, said = process.communicate(timeout=400)
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its workers then, and only then
             raise

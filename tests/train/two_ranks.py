@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from eyas.tests.toys import tiny_head, tiny_target
 from eyas.tests.train.rows import greedy_row, loop_plan, objective, random_row
@@ -34,5 +35,8 @@ def train_two_rows(folder: Path, *, accumulate: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    code = train_main.main([sys.argv[2], "--out", sys.argv[3]])  # first: the command must find the ranks by itself
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
     train_two_rows(Path(sys.argv[1]), accumulate=1)
-    sys.exit(train_main.main([sys.argv[2], "--out", sys.argv[3]]))
+    sys.exit(code)
