@@ -4,6 +4,7 @@ States are tapped with forward hooks, in the neutral index k = decoder layers al
 residual streams; the final state is the decoder's own output, post-norm, ready for the output head.
 """
 
+import hashlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,16 +187,27 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def model_fingerprint(name: str) -> str:
-    """Return a short hash of a target's config, weight file sizes and tokenizer, the same on every machine."""
-    import hashlib
+    """Return a short hash of a target's config, tokenizer and weights (size and sampled blocks of each weight file).
 
+    A Hub id that is not a local folder is hashed by its name.
+    """
     folder = Path(resolve_model(name))
-    digest = hashlib.sha256()
     if not folder.is_dir():
         return hashlib.sha256(str(name).encode()).hexdigest()[:16]
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in {".json", ".jinja", ".model"}:
             digest.update(path.name.encode() + path.read_bytes())
         elif path.suffix in {".safetensors", ".bin"}:
             digest.update(f"{path.name}:{path.stat().st_size}".encode())
+            _hash_blocks(path, digest)
     return digest.hexdigest()[:16]
+
+
+def _hash_blocks(path: Path, digest: "hashlib._Hash", *, blocks: int = 32, size: int = 1 << 16) -> None:
+    """Add evenly spaced blocks of a file, its beginning and its end among them: enough to tell fine-tunes apart."""
+    last = max(0, path.stat().st_size - size)
+    with path.open("rb") as file:
+        for offset in sorted({last * number // (blocks - 1) for number in range(blocks)}):
+            file.seek(offset)
+            digest.update(file.read(size))

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM
 from eyas.data.feature_store import FeatureRow, read_shard, write_shard
 from eyas.models.errors import UserError
 from eyas.models.head_config import default_aux_layers
-from eyas.models.target import Target, load_tokenizer
+from eyas.models.target import Target, load_tokenizer, model_fingerprint
 from eyas.tests.models.families import ODD_HEADS, SERVED, family_model
 from eyas.tests.toys import byte_tokenizer, save_tiny_model, tiny_config, tiny_target
 
@@ -245,3 +245,18 @@ def test_the_target_is_frozen_and_in_evaluation_mode() -> None:
     assert torch.equal(first, second)
     assert isinstance(target.embedding, nn.Embedding)
     assert not target.embedding.weight.requires_grad
+
+
+def test_the_fingerprint_changes_with_config_tokenizer_and_weights(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    first = model_fingerprint(str(folder))
+    assert model_fingerprint(str(save_tiny_model(tmp_path / "again"))) == first
+    assert model_fingerprint(str(save_tiny_model(tmp_path / "other", seed=1))) != first  # same config, other weights
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4] + b"\x00\x01\x02\x03")
+    assert model_fingerprint(str(folder)) != first
+    weights.write_bytes(whole)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert model_fingerprint(str(folder)) != first

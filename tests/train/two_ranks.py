@@ -35,8 +35,7 @@ def train_two_rows(folder: Path, *, accumulate: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    code = train_main.main([sys.argv[2], "--out", sys.argv[3]])  # first: the command must find the ranks by itself
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     train_two_rows(Path(sys.argv[1]), accumulate=1)
-    sys.exit(code)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()  # the command must find the ranks by itself
+    sys.exit(train_main.main([sys.argv[2], "--out", sys.argv[3]]))
