@@ -7,6 +7,7 @@ import typer
 from eyas.models.errors import UserError
 from eyas.scripts import run
 from eyas.scripts.stage import add_stage_verbs
+from eyas.train.stop_signal import StoppedBySignal
 
 app = typer.Typer(
     name="eyas",
@@ -28,6 +29,16 @@ def main() -> None:
 
         Reporter().error(str(error))
         sys.exit(2)
+    except FloatingPointError as error:
+        from eyas.train.progress import Reporter
+
+        Reporter().error(str(error))
+        sys.exit(1)
+    except StoppedBySignal as stopped:
+        from eyas.train.progress import Reporter
+
+        Reporter().say(str(stopped))
+        sys.exit(stopped.exit_code)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import load_recipe
 from eyas.train.run_folder import default_run_folder
+from eyas.train.stop_signal import StoppedBySignal
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         reporter.error(str(error))
         return 2
+    except FloatingPointError as error:
+        reporter.error(str(error))
+        return 1
+    except StoppedBySignal as stopped:
+        reporter.say(str(stopped))
+        return stopped.exit_code
     return 0
 
 

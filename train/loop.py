@@ -1,13 +1,15 @@
 """The training loop: exact token-weighted averaging over accumulation and ranks, validation by replay, full resume.
 
 Every optimizer step takes a window of batches. The trained slots of the whole window are counted first, over all ranks,
-so each batch's loss is already its share of the exact mean over tokens, whatever the padding. Which batches a step
-takes depends only on seed and step number, so a resumed run continues the straight one.
+so each batch's loss is already its share of the exact mean over tokens, whatever the padding and however short the last
+window. Which batches a step takes depends only on the seed and on how many were consumed before it, and every random
+draw of a step on seed, step and rank: a resumed run continues the straight one. The best head is chosen by replayed
+acceptance, never by loss.
 """
 
-import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eyas.data.feature_batch import FeatureBatch, collate
+from eyas.data.feature_batch import FeatureBatch
 from eyas.data.feature_store import FeatureRow
-from eyas.data.packing import plan_epoch
 from eyas.models.checkpoint import save_head
-from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
+from eyas.train.batches import Batches, steps_for, untrained, window_numbers
+from eyas.train.diagnosis import describe_window
+from eyas.train.ema import WeightAverage
 from eyas.train.objective import TrainingTimeTest
+from eyas.train.optimizer import OPTIMIZERS, freeze_output_rows, set_learning_rate
 from eyas.train.schedule import learning_rate_factor
+from eyas.train.stop_signal import EXIT_CODES, StoppedBySignal, StopRequest, stop_requested
 from eyas.train.training_state import Position, load_state, save_state
 from eyas.train.validation import HeldOutAcceptance, held_out_acceptance
 
@@ -32,60 +37,34 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """All settings of the loop. `steps` are optimizer steps; `accumulate` batches make one on each rank."""
+    """All settings of the loop. `steps` are optimizer steps; `accumulate` batches make one on each rank.
+
+    `epochs` > 0 replaces `steps` by those of so many whole epochs, the last window short if need be. `patience` > 0
+    ends training after so many validations without a better tau. `ema` > 0 validates and keeps averaged weights.
+    """
 
     steps: int
+    epochs: int
     accumulate: int
     line_length: int
     lines_per_batch: int
     packed: bool
+    optimizer: str
     learning_rate: float
     lm_head_rate: float
     betas: tuple[float, float]
     weight_decay: float
+    schedule: str
+    decay_share: float
     warmup_steps: int
     floor: float
     clip: float
+    ema: float
     validate_every: int
+    patience: int
     checkpoint_every: int
     validation_depth: int
     seed: int
-
-
-class Batches:
-    """The endless, seeded sequence of batches over the training rows; batch n is the same on every rank and restart."""
-
-    def __init__(self, rows: list[FeatureRow], plan: LoopPlan) -> None:
-        self.rows = rows
-        self.plan = plan
-        self.epochs: dict[int, list[list[list[int]]]] = {}
-        self.starts = [0]
-
-    def _epoch(self, epoch: int) -> list[list[list[int]]]:
-        if epoch not in self.epochs:
-            plan = self.plan
-            self.epochs[epoch] = plan_epoch(
-                [len(row) for row in self.rows],
-                line_length=plan.line_length,
-                lines_per_batch=plan.lines_per_batch,
-                packed=plan.packed,
-                seed=plan.seed,
-                epoch=epoch,
-            )
-        return self.epochs[epoch]
-
-    def get(self, number: int) -> FeatureBatch:
-        """Return batch `number`, counted over all epochs."""
-        while number >= self.starts[-1]:
-            self.starts.append(self.starts[-1] + len(self._epoch(len(self.starts) - 1)))
-        epoch = next(e for e in range(len(self.starts) - 1) if number < self.starts[e + 1])
-        lines = [[self.rows[i] for i in line] for line in self._epoch(epoch)[number - self.starts[epoch]]]
-        longest = max(sum(len(row) for row in line) for line in lines)
-        return collate(lines, length=longest, dtype=torch.float32)
-
-    def epoch_of(self, number: int) -> float:
-        """Return how many epochs batch `number` stands at."""
-        return number / max(1, len(self._epoch(0)))
 
 
 def train_head(
@@ -101,144 +80,188 @@ def train_head(
 ) -> Position:
     """Train `module.head`, keep the best checkpoint by replayed tau in `folder/best`, return the final position.
 
-    Resumes from `folder/checkpoints`. Raises FloatingPointError on a non-finite loss, UserError without trained slots.
+    Resumes from `folder/checkpoints`. Raises FloatingPointError on a non-finite loss, UserError without trained slots,
+    StoppedBySignal after a SIGTERM, with the state saved.
     """
-    head = module.head
-    optimizer = make_optimizer(head, plan)
-    position = Position()
-    ranks, rank = accelerator.num_processes, accelerator.process_index
-    state = load_state(folder / "checkpoints", key=key, processes=ranks)
-    if state:
-        head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
-        position = Position(**state["position"])
-    wrapped, optimizer = accelerator.prepare(module, optimizer)
-    batches = Batches(rows, plan)
-    started, seen = time.perf_counter(), 0
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    run = _Run(module, rows, validation_rows, plan, folder, accelerator=accelerator, key=key, report=report)
+    with stop_requested() as request:
+        run.go(request)
+    return run.position
 
-    def validate() -> HeldOutAcceptance:
-        result = held_out_acceptance(head, validation_rows, depth=plan.validation_depth, dtype=dtype)
-        position.history.append({"step": position.step, "tau": result.replay.tau, "slot_tau": result.slot_average.tau})
-        if result.replay.tau > position.best_tau:
-            position.best_tau, position.best_step = result.replay.tau, position.step
-            if accelerator.is_main_process:
-                save_head(
-                    head, folder / "best", dtype=torch.float32,
-                    metadata={"trained_steps": position.step, "validation": result.replay.as_dict()},
-                )  # fmt: skip
-        report({"event": "validation", "step": position.step, **position.history[-1], "best_tau": position.best_tau})
-        return result
 
-    if position.step == 0:
-        validate()
-    while position.step < plan.steps:
-        first = (position.step * ranks + rank) * plan.accumulate
-        window = [batches.get(first + i).to(accelerator.device) for i in range(plan.accumulate)]
-        counts_S = accelerator.reduce(torch.stack([module.counts(batch) for batch in window]).sum(0), reduction="sum")
+class _Run:
+    """One training run in one process: what `train_head` sets up once and every step uses."""
+
+    def __init__(
+        self, module: TrainingTimeTest, rows: list[FeatureRow], validation_rows: list[FeatureRow], plan: LoopPlan,
+        folder: Path, *, accelerator: Accelerator, key: str, report: Report,
+    ) -> None:  # fmt: skip
+        self.module, self.head, self.plan, self.folder = module, module.head, plan, folder
+        self.validation_rows, self.accelerator, self.key, self.report = validation_rows, accelerator, key, report
+        self.ranks, self.rank = accelerator.num_processes, accelerator.process_index
+        self.batches = Batches(
+            rows, line_length=plan.line_length, lines_per_batch=plan.lines_per_batch, packed=plan.packed, seed=plan.seed
+        )
+        self.last_batch = self.batches.in_epochs(plan.epochs) if plan.epochs else None
+        freeze_output_rows(self.head, lm_head_rate=plan.lm_head_rate)
+        optimizers = OPTIMIZERS[plan.optimizer](
+            self.head, learning_rate=plan.learning_rate, lm_head_rate=plan.lm_head_rate, betas=plan.betas,
+            weight_decay=plan.weight_decay,
+        )  # fmt: skip
+        self.average = WeightAverage(self.head, decay=plan.ema) if plan.ema else None
+        self.position = Position()
+        state = load_state(folder / "checkpoints", key=key)
+        if state:
+            self._restore(state, optimizers)
+        self.wrapped, *self.optimizers = accelerator.prepare(module, *optimizers)
+        self.steps = self._total_steps()
+
+    def _restore(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        self.head.load_state_dict(state["head"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.average:
+            self.average.load_state_dict(state["average"])
+        self.position = Position(**state["position"])
+
+    def _total_steps(self) -> int:
+        """Return the optimizer steps of the whole run, as far as done plus what the batches left will make here."""
+        if self.last_batch is None:
+            return self.plan.steps
+        left = max(0, self.last_batch - self.position.batches)
+        return self.position.step + steps_for(left, ranks=self.ranks, accumulate=self.plan.accumulate)
+
+    def go(self, request: StopRequest) -> None:
+        """Train from the present position to the end, to an early stop or to a signal."""
+        started, seen = time.perf_counter(), 0
+        if self.position.step == 0:
+            self.validate()
+        while self.position.step < self.steps and not self._is_patient_no_more():
+            stop, fields, tokens = self._step(request)
+            seen += tokens
+            self.report({**fields, "tokens_per_second": seen / (time.perf_counter() - started)})
+            last = self.position.step == self.steps
+            if last or self.position.step % self.plan.validate_every == 0:
+                self.validate()
+                last = last or self._is_patient_no_more()
+            if last or stop or self.position.step % self.plan.checkpoint_every == 0:
+                self._save()
+            if stop and not last:
+                name = request.signal_name or "SIGTERM"  # the signal may have reached another rank only
+                raise StoppedBySignal(
+                    f"stopped by {name} after step {self.position.step}, with the state saved in "
+                    f"{self.folder / 'checkpoints'}; run the same command again to go on.",
+                    EXIT_CODES[name],
+                )
+
+    def _step(self, request: StopRequest) -> tuple[bool, dict[str, Any], int]:
+        """Take one optimizer step; return whether any rank was asked to stop, what to report, and tokens seen."""
+        plan, position, accelerator = self.plan, self.position, self.accelerator
+        torch.manual_seed(plan.seed * 1_000_003 + position.step * self.ranks + self.rank)
+        numbers = window_numbers(
+            position.batches, rank=self.rank, ranks=self.ranks, accumulate=plan.accumulate, last=self.last_batch
+        )
+        window = [untrained(self.batches.get(0)) if number is None else self.batches.get(number) for number in numbers]
+        window = [batch.to(accelerator.device) for batch in window]
+        counts = torch.stack([self.module.counts(batch) for batch in window]).sum(0)
+        seen = sum(
+            int((batch.document_BT >= 0).sum()) for batch, n in zip(window, numbers, strict=True) if n is not None
+        )
+        extra = torch.tensor([float(bool(request)), float(seen)], device=counts.device)
+        counts_S, (stop, tokens) = accelerator.reduce(torch.cat((counts, extra)), reduction="sum").split(
+            [len(counts), 2]
+        )
         if not bool(counts_S.any()):
             raise UserError(
                 f"step {position.step}: no slot of the batch is trained; the replies are too short, or no target "
                 "token is in the draft vocabulary."
             )
-        loss = _accumulate(accelerator, wrapped, window, counts_S)
-        norm = accelerator.clip_grad_norm_(head.parameters(), plan.clip)
+        loss = self._accumulate(window, counts_S)
+        norm = accelerator.clip_grad_norm_(self.head.parameters(), plan.clip)
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
+            ids = [[row.id for line in self.batches.lines(n) for row in line] for n in numbers if n is not None]
+            real = [batch for batch, n in zip(window, numbers, strict=True) if n is not None]
+            where = describe_window(real, ids, aux_layers=self.head.config.aux_layers) if real else "a batch of none"
             raise FloatingPointError(
-                f"step {position.step}: loss {float(loss)}, gradient norm {float(norm)}; the last good checkpoint is "
-                f"in {folder / 'checkpoints'}. Lower train.learning_rate, or use head.fc_norm for very uneven features."
+                f"step {position.step}: loss {float(loss)}, gradient norm {float(norm)}; rank {self.rank} trained on "
+                f"{where}. The last good checkpoint is in {self.folder / 'checkpoints'}. Lower train.learning_rate, or "
+                "use head.fc_norm for very uneven features."
             )
-        factor = learning_rate_factor(position.step, steps=plan.steps, warmup=plan.warmup_steps, floor=plan.floor)
-        for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * factor * group["rate"]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        factor = learning_rate_factor(
+            position.step, steps=self.steps, warmup=plan.warmup_steps, floor=plan.floor, schedule=plan.schedule,
+            decay_share=plan.decay_share,
+        )  # fmt: skip
+        set_learning_rate(self.optimizers, plan.learning_rate * factor)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            self.average.update(self.head)
         position.step += 1
-        seen += sum(int((batch.document_BT >= 0).sum()) for batch in window) * ranks
-        report(
-            {
-                "event": "step",
-                "step": position.step,
-                "loss": float(loss),
-                "learning_rate": plan.learning_rate * factor,
-                "gradient_norm": float(norm),
-                "tokens_per_second": seen / (time.perf_counter() - started),
-                "epoch": batches.epoch_of(position.step * ranks * plan.accumulate),
-            }
+        position.batches += self.ranks * plan.accumulate
+        if self.last_batch is not None:
+            position.batches = min(position.batches, self.last_batch)
+        fields = {
+            "event": "step",
+            "step": position.step,
+            "steps": self.steps,
+            "loss": float(loss),
+            "learning_rate": plan.learning_rate * factor,
+            "gradient_norm": float(norm),
+            "epoch": self.batches.epoch_of(position.batches),
+        }
+        return bool(stop), fields, int(tokens)
+
+    def _accumulate(self, window: list[FeatureBatch], counts_S: Tensor) -> Tensor:
+        """Back-propagate a window and return its loss over all ranks.
+
+        Data-parallel ranks average their gradients, so each rank's share is scaled up by their number.
+        """
+        accelerator = self.accelerator
+        total = torch.zeros((), device=accelerator.device)
+        for i, batch in enumerate(window):
+            with accelerator.no_sync(self.wrapped) if i + 1 < len(window) else nullcontext():
+                loss = self.wrapped(batch, counts_S)
+                accelerator.backward(loss * self.ranks)
+                total += loss.detach()
+        return accelerator.reduce(total, reduction="sum")
+
+    def _is_patient_no_more(self) -> bool:
+        """Return whether the last `patience` validations brought no better tau."""
+        if not self.plan.patience:
+            return False
+        since = [point for point in self.position.history if point["step"] > self.position.best_step]
+        return len(since) >= self.plan.patience
+
+    def validate(self) -> HeldOutAcceptance:
+        """Replay the held-out rows, keep the head if it is the best so far, and report."""
+        with self.average.applied(self.head) if self.average else nullcontext():
+            return self._validate()
+
+    def _validate(self) -> HeldOutAcceptance:
+        position = self.position
+        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
+        result = held_out_acceptance(self.head, self.validation_rows, depth=self.plan.validation_depth, dtype=dtype)
+        position.history.append({"step": position.step, "tau": result.replay.tau, "slot_tau": result.slot_average.tau})
+        if result.replay.tau > position.best_tau:
+            position.best_tau, position.best_step = result.replay.tau, position.step
+            if self.accelerator.is_main_process:
+                save_head(
+                    self.head, self.folder / "best", dtype=torch.float32,
+                    metadata={"trained_steps": position.step, "validation": result.replay.as_dict()},
+                )  # fmt: skip
+        self.report(
+            {"event": "validation", "step": position.step, **position.history[-1], "best_tau": position.best_tau}
         )
-        last = position.step == plan.steps
-        if last or position.step % plan.validate_every == 0:
-            validate()
-        if (last or position.step % plan.checkpoint_every == 0) and accelerator.is_main_process:
+        return result
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
             save_state(
-                folder / "checkpoints",
-                head=head.state_dict(),
-                optimizer=optimizer.state_dict(),
-                position=position,
-                key=key,
-                processes=ranks,
+                self.folder / "checkpoints",
+                head=self.head.state_dict(),
+                optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
+                average=self.average.state_dict() if self.average else {},
+                position=self.position,
+                key=self.key,
             )
-    return position
-
-
-def make_optimizer(head: Eagle3Head, plan: LoopPlan) -> torch.optim.Optimizer:
-    """Return AdamW over the head; lm_head learns at `lm_head_rate` times the rate of the rest, 0 freezes it."""
-    head.lm_head.requires_grad_(plan.lm_head_rate > 0)
-    trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    groups = [
-        {"params": [p for name, p in trained.items() if not name.startswith("lm_head.")], "rate": 1.0},
-        {"params": [p for name, p in trained.items() if name.startswith("lm_head.")], "rate": plan.lm_head_rate},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=plan.learning_rate,
-        betas=plan.betas,
-        weight_decay=plan.weight_decay,
-        fused=True,
-    )
-
-
-def _accumulate(
-    accelerator: Accelerator, wrapped: torch.nn.Module, window: list[FeatureBatch], counts_S: Tensor
-) -> Tensor:
-    """Back-propagate a window and return its loss over all ranks.
-
-    Data-parallel ranks average their gradients, so each rank's share is scaled up by their number.
-    """
-    ranks = accelerator.num_processes
-    total = torch.zeros((), device=accelerator.device)
-    for i, batch in enumerate(window):
-        with accelerator.no_sync(wrapped) if i + 1 < len(window) else _nothing():
-            loss = wrapped(batch, counts_S)
-            accelerator.backward(loss * ranks)
-            total += loss.detach()
-    return accelerator.reduce(total, reduction="sum")
-
-
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-class MetricsFile:
-    """Appends reports to a JSONL file; on resume, lines of steps that will be repeated are dropped."""
-
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        kept = [line for line in lines if _step_of(line) <= resume_step]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, fields: dict[str, Any]) -> None:
-        """Append one line."""
-        self.file.write(json.dumps(fields) + "\n")
-        self.file.flush()
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):
-        return float("inf")

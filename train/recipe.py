@@ -80,10 +80,14 @@ class HeadSection(Section):
 class TrainSection(Section):
     """Training-time test. `steps` are optimizer steps; `batching` packs rows into lines or pads one row per line.
 
-    The best checkpoint is chosen by the replayed tau of a chain of `validation_depth`.
+    `epochs` > 0 trains so many whole epochs instead of `steps`. `schedule` wsd decays over the last `decay_share` of
+    the steps only. `ema` > 0 is the decay of averaged weights, which are then validated and kept. The best checkpoint
+    is chosen by the replayed tau of a chain of `validation_depth`; `patience` > 0 stops after so many validations
+    without a better one.
     """
 
     steps: Positive = 1000
+    epochs: NonNegative = 0
     loss: Literal["kl", "ce", "lk"] = "kl"
     ttt_steps: Positive = 3
     step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -92,18 +96,23 @@ class TrainSection(Section):
     line_length: Positive = 512
     lines_per_batch: Positive = 1
     accumulate: Positive = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     lm_head_rate: Annotated[float, Field(ge=0)] = 1.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     warmup_steps: NonNegative = 20
     floor: Annotated[float, Field(ge=0, le=1)] = 0.05
     clip: Annotated[float, Field(gt=0)] = 1.0
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     precision: Literal["bf16", "fp32"] = "bf16"
     validate_every: Positive = 100
     validation_depth: Positive = 5
+    patience: NonNegative = 0
     checkpoint_every: Positive = 100
-    tracker: Literal["none", "wandb"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     seed: NonNegative = 0
 
 

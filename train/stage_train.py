@@ -1,11 +1,9 @@
 """The train stage: from features to the best head by replayed acceptance."""
 
-import os
-import warnings
+from dataclasses import fields
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from eyas.data.corpus import load_corpus
 from eyas.data.encode import ChatTemplate
@@ -16,8 +14,11 @@ from eyas.models.errors import UserError
 from eyas.models.rope import check_same_rope
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
+from eyas.train.accelerator import make_accelerator, track
 from eyas.train.context import RunContext
-from eyas.train.loop import LoopPlan, MetricsFile, train_head
+from eyas.train.curves import draw_curves
+from eyas.train.loop import LoopPlan, train_head
+from eyas.train.metrics_file import MetricsFile
 from eyas.train.objective import ObjectivePlan, TrainingTimeTest
 
 
@@ -59,22 +60,23 @@ def run_train(context: RunContext) -> dict[str, Any]:
     metrics = MetricsFile(folder / "metrics.jsonl", resume_step=resume_step) if accelerator.is_main_process else None
     with context.reporter.bar("tok") as bar:
 
-        def report(fields: dict[str, Any]) -> None:
+        def report(values: dict[str, Any]) -> None:
             if metrics is None:
                 return
-            metrics.write(fields)
-            accelerator.log({k: v for k, v in fields.items() if isinstance(v, int | float)}, step=fields["step"])
-            if fields["event"] == "validation":
+            metrics.write(values)
+            track(accelerator, values)
+            if values["event"] == "validation":
                 bar.progress.console.print(
-                    f"  step {fields['step']:>5}: held-out chain tau {fields['tau']:.3f} by replay of rounds "
-                    f"(slot average {fields['slot_tau']:.3f}), best {fields['best_tau']:.3f}",
+                    f"  step {values['step']:>5}: held-out chain tau {values['tau']:.3f} by replay of rounds "
+                    f"(slot average {values['slot_tau']:.3f}), best {values['best_tau']:.3f}",
                     soft_wrap=True,
                 )
+                draw_curves(folder / "metrics.jsonl", folder / "curves.png")
             else:
                 note = (
-                    f"loss {fields['loss']:.3f}, {fields['tokens_per_second']:.0f} tok/s, epoch {fields['epoch']:.1f}"
+                    f"loss {values['loss']:.3f}, {values['tokens_per_second']:.0f} tok/s, epoch {values['epoch']:.1f}"
                 )
-                bar.update("training", fields["step"], plan.steps, 0, note)
+                bar.update("training", values["step"], values["steps"], 0, note)
 
         position = train_head(
             module, usable, validation, plan, folder, accelerator=accelerator,
@@ -93,22 +95,6 @@ def run_train(context: RunContext) -> dict[str, Any]:
         "supervised_tokens": sum(int(row.generated_mask_T.sum()) for row in usable),
         "trained_length": max(len(row) for row in usable),
     }
-
-
-def make_accelerator(context: RunContext) -> Accelerator:
-    """Return the accelerator of a training run: bf16 autocast or fp32, tracker or none."""
-    section = context.recipe.train
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        accelerator = Accelerator(
-            cpu=context.device == "cpu",
-            mixed_precision="bf16" if section.precision == "bf16" else "no",
-            log_with=None if section.tracker == "none" else section.tracker,
-        )
-    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), "the ranks do not know of each other"
-    if section.tracker != "none":
-        accelerator.init_trackers("eyas", config={"recipe": context.recipe.name, **section.model_dump(mode="json")})
-    return accelerator
 
 
 def choose_vocabulary(
@@ -164,20 +150,6 @@ def loop_plan(context: RunContext) -> LoopPlan:
     """Return the loop's settings from the recipe."""
     section = context.recipe.train
     return LoopPlan(
-        steps=section.steps,
-        accumulate=section.accumulate,
-        line_length=section.line_length,
-        lines_per_batch=section.lines_per_batch,
         packed=section.batching == "packed",
-        learning_rate=section.learning_rate,
-        lm_head_rate=section.lm_head_rate,
-        betas=section.betas,
-        weight_decay=section.weight_decay,
-        warmup_steps=section.warmup_steps,
-        floor=section.floor,
-        clip=section.clip,
-        validate_every=section.validate_every,
-        checkpoint_every=section.checkpoint_every,
-        validation_depth=section.validation_depth,
-        seed=section.seed,
+        **{field.name: getattr(section, field.name) for field in fields(LoopPlan) if field.name != "packed"},
     )

@@ -1,6 +1,7 @@
-"""Resumable training state: head, optimizer, position, best acceptance, in one file written whole.
+"""Resumable training state: head, optimizers, average, position, best acceptance, in one file written whole.
 
-A checkpoint torn by a kill never has a final name. Loading is weights_only.
+A checkpoint torn by a kill never has a final name. Loading is weights_only. The data cursor counts batches of the one
+sequence that all ranks share, so a run may go on with another number of processes.
 """
 
 import os
@@ -13,28 +14,36 @@ import torch
 from eyas.models.errors import UserError
 
 KEEP = 2
+SCHEMA = 2
 
 
 @dataclass
 class Position:
-    """Where training stands: optimizer steps done, best held-out tau and the step it was seen at."""
+    """Where training stands: optimizer steps done, batches consumed, best held-out tau and the step it was seen at."""
 
     step: int = 0
+    batches: int = 0
     best_tau: float = 0.0
     best_step: int = -1
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 def save_state(
-    folder: Path, *, head: dict[str, Any], optimizer: dict[str, Any], position: Position, key: str, processes: int
+    folder: Path,
+    *,
+    head: dict[str, Any],
+    optimizers: list[dict[str, Any]],
+    average: dict[str, Any],
+    position: Position,
+    key: str,
 ) -> None:
-    """Write the state of a step; older files beyond the last two are removed."""
+    """Write the state of a step; older files beyond the last two are removed. `average` is empty without one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{position.step:07d}.pt"
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     with temporary.open("wb") as file:
-        state = {"key": key, "processes": processes, "position": position.__dict__}
-        torch.save({**state, "head": head, "optimizer": optimizer}, file)
+        state = {"schema": SCHEMA, "key": key, "position": position.__dict__}
+        torch.save({**state, "head": head, "optimizers": optimizers, "average": average}, file)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -42,25 +51,21 @@ def save_state(
         old.unlink()
 
 
-def load_state(folder: Path, *, key: str, processes: int) -> dict[str, Any] | None:
-    """Return the newest state, None when there is none.
-
-    Raises UserError when it belongs to other settings or data, or to another number of processes: which rows a step
-    takes depends on that, so going on would repeat some rows and miss others.
-    """
+def load_state(folder: Path, *, key: str) -> dict[str, Any] | None:
+    """Return the newest state, None when there is none; raises UserError when it is of other settings or data."""
     for stale in folder.glob(".step-*.tmp"):
         stale.unlink(missing_ok=True)  # another rank may be deleting it too
     newest = sorted(folder.glob("step-*.pt"))
     if not newest:
         return None
     state: dict[str, Any] = torch.load(newest[-1], weights_only=True)
+    if state.get("schema") != SCHEMA:
+        raise UserError(
+            f"{newest[-1]} has checkpoint schema {state.get('schema')}, this version reads {SCHEMA}; delete "
+            f"{str(folder)!r} to start over."
+        )
     if state["key"] != key:
         raise UserError(
             f"{newest[-1]} was saved by a run with other settings or data; delete {str(folder)!r} to start over."
-        )
-    if state["processes"] != processes:
-        raise UserError(
-            f"{newest[-1]} was saved by a run of {state['processes']} processes, this one has {processes}; launch as "
-            f"many again, or delete {str(folder)!r} to start over."
         )
     return state

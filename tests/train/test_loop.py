@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from eyas.models.target import Target
 from eyas.tests.toys import tiny_head, tiny_target
 from eyas.tests.train.rows import greedy_row, loop_plan, objective, random_row
 from eyas.train import loop
-from eyas.train.loop import Batches, LoopPlan, MetricsFile, train_head
-from eyas.train.schedule import learning_rate_factor
+from eyas.train.batches import Batches
+from eyas.train.loop import LoopPlan, train_head
+from eyas.train.stop_signal import StoppedBySignal
 from eyas.train.training_state import Position, load_state, save_state
 from eyas.train.validation import HeldOutAcceptance
 
@@ -45,9 +48,13 @@ def held_out(target: Target) -> list[FeatureRow]:
 
 def train(
     target: Target, rows: list[FeatureRow], held_out: list[FeatureRow], plan: LoopPlan, folder: Path, *,
-    key: str = KEY, stop_at: int | None = None, reports: list[dict[str, Any]] | None = None,
+    key: str = KEY, stop_at: int | None = None, signal_at: tuple[int, signal.Signals] | None = None,
+    reports: list[dict[str, Any]] | None = None,
 ) -> tuple[Eagle3Head, Position]:  # fmt: skip
-    """Train a fresh tiny head; `stop_at` breaks off after the report of that step, as a kill would."""
+    """Train a fresh tiny head; `stop_at` breaks off after the report of that step, as a kill would.
+
+    `signal_at` sends this process a signal at the report of a step: the step after it is the last.
+    """
     head = tiny_head(target).train()
 
     def report(fields: dict[str, Any]) -> None:
@@ -55,14 +62,23 @@ def train(
             reports.append(fields)
         if fields["event"] == "step" and fields["step"] == stop_at:
             raise KeyboardInterrupt
+        if fields["event"] == "step" and signal_at and fields["step"] == signal_at[0]:
+            os.kill(os.getpid(), signal_at[1])
 
     module, accelerator = objective(target, head), Accelerator(cpu=True)
     position = train_head(module, rows, held_out, plan, folder, accelerator=accelerator, key=key, report=report)
     return head, position
 
 
+def batches_of(rows: list[FeatureRow], plan: LoopPlan) -> Batches:
+    """Return the batches that a plan trains on."""
+    return Batches(
+        rows, line_length=plan.line_length, lines_per_batch=plan.lines_per_batch, packed=plan.packed, seed=plan.seed
+    )
+
+
 def saved_state(folder: Path) -> dict[str, Any]:
-    state = load_state(folder / "checkpoints", key=KEY, processes=1)
+    state = load_state(folder / "checkpoints", key=KEY)
     assert state is not None
     return state
 
@@ -140,7 +156,7 @@ def test_the_gradient_of_a_window_equals_that_of_one_batch(
     for name, changes in (("window", {"accumulate": 3}), ("batch", {"lines_per_batch": 3})):
         plan = loop_plan(steps=1, checkpoint_every=1, **changes)
         train(target, rows, held_out, plan, tmp_path / name)
-        states.append(saved_state(tmp_path / name)["optimizer"]["state"])
+        states.append(saved_state(tmp_path / name)["optimizers"][0]["state"])
     assert states[0].keys() == states[1].keys() != set()
     for number, moments in states[0].items():  # after one step the first moment is a tenth of the gradient
         torch.testing.assert_close(moments["exp_avg"], states[1][number]["exp_avg"], rtol=1e-4, atol=1e-7)
@@ -152,7 +168,7 @@ def test_an_epoch_of_batches_holds_every_row_once_and_is_the_same_after_a_restar
     rows: list[FeatureRow], packed: bool
 ) -> None:
     plan = loop_plan(packed=packed, lines_per_batch=2, line_length=30)
-    batches = Batches(rows, plan)
+    batches = batches_of(rows, plan)
     per_epoch = round(1 / batches.epoch_of(1))
     contents = []
     for number in range(2 * per_epoch):
@@ -171,7 +187,7 @@ def test_an_epoch_of_batches_holds_every_row_once_and_is_the_same_after_a_restar
     ]
     assert epochs == [expected, expected]
     assert contents[:per_epoch] != contents[per_epoch:]  # shuffled anew
-    assert equal(Batches(rows, plan).get(per_epoch + 1).__dict__, batches.get(per_epoch + 1).__dict__)
+    assert equal(batches_of(rows, plan).get(per_epoch + 1).__dict__, batches.get(per_epoch + 1).__dict__)
 
 
 @pytest.mark.parametrize("broken_off_at", [3, 13, 15])
@@ -221,18 +237,22 @@ def test_a_checkpoint_holds_exactly_the_trainable_tensors_and_the_map(
     trainable = {name for name, p in head.named_parameters() if p.requires_grad}
     state = saved_state(tmp_path)
     assert state["head"].keys() == trainable | {"d2t", "t2d"}
-    assert len(state["optimizer"]["state"]) == len(trainable)
+    assert len(state["optimizers"][0]["state"]) == len(trainable)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-0000002.pt", "step-0000003.pt"]
 
 
-def test_a_checkpoint_of_other_settings_or_process_counts_is_refused(tmp_path: Path) -> None:
-    save_state(tmp_path, head={}, optimizer={}, position=Position(step=5), key="these", processes=2)
-    assert load_state(tmp_path, key="these", processes=2) is not None
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    save_state(tmp_path, head={}, optimizers=[], average={}, position=Position(step=5), key="these")
+    assert load_state(tmp_path, key="these") is not None
     with pytest.raises(UserError, match=r"step-0000005\.pt was saved by a run with other settings or data; delete"):
-        load_state(tmp_path, key="those", processes=2)
-    with pytest.raises(UserError, match=r"saved by a run of 2 processes, this one has 1; launch as many again"):
-        load_state(tmp_path, key="these", processes=1)
-    assert load_state(tmp_path / "nothing", key="these", processes=1) is None
+        load_state(tmp_path, key="those")
+    assert load_state(tmp_path / "nothing", key="these") is None
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    torch.save({"key": "these", "processes": 1}, tmp_path / "step-0000005.pt")
+    with pytest.raises(UserError, match=r"has checkpoint schema None, this version reads 2; delete"):
+        load_state(tmp_path, key="these")
 
 
 def test_the_best_checkpoint_is_the_earliest_of_the_best_tau_not_the_lowest_loss(
@@ -260,14 +280,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_good_checkp
     target: Target, rows: list[FeatureRow], held_out: list[FeatureRow], tmp_path: Path
 ) -> None:
     plan = loop_plan(steps=7, checkpoint_every=1)
-    batches = Batches(rows, plan)
+    batches = batches_of(rows, plan)
     fourth = batches.get(3).input_ids_BT[0].tolist()
     poisoned = [
         FeatureRow(**{**row.__dict__, "aux_hidden_TF": row.aux_hidden_TF * math.nan})
         if row.input_ids_T.tolist() == fourth else row
         for row in rows
     ]  # fmt: skip
-    with pytest.raises(FloatingPointError, match=r"step 3: loss nan.*last good checkpoint is in .*checkpoints"):
+    with pytest.raises(
+        FloatingPointError, match=r"step 3: loss nan.*rows row-\d; aux layer 2: nothing finite.*checkpoints"
+    ):
         train(target, poisoned, held_out, plan, tmp_path)
     state = saved_state(tmp_path)
     assert state["position"]["step"] == 3
@@ -293,25 +315,69 @@ def test_a_corpus_without_trained_slots_is_refused(target: Target, held_out: lis
         train(target, single, held_out, loop_plan(), tmp_path)
 
 
-def test_the_learning_rate_warms_up_linearly_and_falls_to_its_floor_as_a_cosine() -> None:
-    factors = [learning_rate_factor(step, steps=12, warmup=4, floor=0.2) for step in range(13)]
-    assert factors[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert factors[8] == pytest.approx(0.6)  # half way down
-    assert factors[12] == pytest.approx(0.2)
-    assert factors[4:] == sorted(factors[4:], reverse=True)
-    assert learning_rate_factor(0, steps=5, warmup=0, floor=0.1) == 1.0
-    assert learning_rate_factor(3, steps=3, warmup=9, floor=0.1) == pytest.approx(4 / 9)  # a run inside its warm-up
+@pytest.mark.usefixtures("no_files")
+def test_whole_epochs_end_with_a_short_window_of_full_weight(rows: list[FeatureRow], tmp_path: Path) -> None:
+    module, reports = ByHand(rows[:5]), []
+    plan = loop_plan(epochs=1, accumulate=2, learning_rate=1e-12)
+    train_head(module, rows[:5], [], plan, tmp_path, accelerator=Accelerator(cpu=True), key=KEY, report=reports.append)
+    losses = [fields["loss"] for fields in reports if fields["event"] == "step"]
+    assert len(losses) == 3
+    assert {fields["steps"] for fields in reports if fields["event"] == "step"} == {3}
+    total, slots = ByHand.SUMS[module.seen[4]]
+    assert losses[2] == pytest.approx(total / slots)  # not halved, though the window holds one batch of two
+    assert sorted(module.seen[:5]) == [0, 1, 2, 3, 4]
 
 
-def test_metrics_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "metrics.jsonl"
-    metrics = MetricsFile(path, resume_step=-1)
-    for step in range(5):
-        metrics.write({"event": "step", "step": step})
-    metrics.file.write('{"event": "step", "st')
-    metrics.file.close()
-    resumed = MetricsFile(path, resume_step=2)
-    resumed.write({"event": "step", "step": 3, "again": True})
-    resumed.file.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], "again" in line) for line in lines] == [(0, False), (1, False), (2, False), (3, True)]
+def test_averaged_weights_are_validated_kept_and_resumed(
+    target: Target, rows: list[FeatureRow], held_out: list[FeatureRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rising(head: Eagle3Head, *args: Any, **settings: Any) -> HeldOutAcceptance:
+        seen.append({name: tensor.clone() for name, tensor in head.state_dict().items()})
+        return HeldOutAcceptance(AcceptanceStats(3, 10, 30, [len(seen), 0, 0]), AcceptanceStats(3))
+
+    seen: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(loop, "held_out_acceptance", rising)
+    plan = loop_plan(steps=6, ema=0.5, validate_every=3, checkpoint_every=3)
+    head, _ = train(target, rows, held_out, plan, tmp_path / "straight")
+    average = saved_state(tmp_path / "straight")["average"]
+    assert torch.equal(seen[-1]["fc.weight"], average["average.fc.weight"])
+    assert not torch.equal(seen[-1]["fc.weight"], head.fc.weight)
+    best = load_head(tmp_path / "straight" / "best", dtype=torch.float32)
+    assert torch.equal(best.fc.weight, average["average.fc.weight"])
+    with pytest.raises(KeyboardInterrupt):
+        train(target, rows, held_out, plan, tmp_path / "killed", stop_at=5)
+    train(target, rows, held_out, plan, tmp_path / "killed")
+    assert equal(saved_state(tmp_path / "killed")["average"], average)
+
+
+def test_training_ends_early_when_patience_is_spent(
+    target: Target, rows: list[FeatureRow], held_out: list[FeatureRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([10, 20, 20, 19, 99])
+
+    def scripted(*args: Any, **settings: Any) -> HeldOutAcceptance:
+        return HeldOutAcceptance(AcceptanceStats(3, 10, 30, [next(taus) // 2, 0, 0]), AcceptanceStats(3))
+
+    monkeypatch.setattr(loop, "held_out_acceptance", scripted)
+    plan = loop_plan(steps=40, validate_every=2, patience=2)
+    _, position = train(target, rows, held_out, plan, tmp_path)
+    assert (position.step, position.best_step) == (6, 2)
+    assert saved_state(tmp_path)["position"]["step"] == 6
+    _, again = train(target, rows, held_out, plan, tmp_path)  # a finished run stays finished
+    assert again == position
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_finishes_the_step_saves_and_resumes_to_the_straight_run(
+    target: Target, rows: list[FeatureRow], held_out: list[FeatureRow], tmp_path: Path, sent: signal.Signals
+) -> None:
+    plan = loop_plan(steps=8, validate_every=4)
+    straight, _ = train(target, rows, held_out, plan, tmp_path / "straight")
+    former = signal.getsignal(sent)
+    with pytest.raises(StoppedBySignal, match=f"{sent.name} after step 4, with the state saved in") as stopped:
+        train(target, rows, held_out, plan, tmp_path / "stopped", signal_at=(3, sent))
+    assert stopped.value.exit_code == 128 + sent
+    assert signal.getsignal(sent) is former
+    assert saved_state(tmp_path / "stopped")["position"]["step"] == 4
+    resumed, _ = train(target, rows, held_out, plan, tmp_path / "stopped")
+    assert equal(dict(resumed.state_dict()), dict(straight.state_dict()))
