@@ -6,17 +6,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from eyas.models.errors import UserError
 from eyas.train.context import RunContext
+from eyas.train.recipe import TrainSection
 
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}  # tracker -> the module it needs
 
 
 def make_accelerator(context: RunContext) -> Accelerator:
-    """Return the accelerator of a training run: bf16 autocast or fp32, tracker or none.
+    """Return the accelerator of a training run, as the launcher's environment asks, with a tracker or none.
 
-    Raises UserError for a tracker that is not installed.
+    Raises UserError for a tracker that is not installed and for settings that DeepSpeed cannot honour.
     """
     section = context.recipe.train
     tracker = None if section.tracker == "none" else section.tracker
@@ -25,16 +27,47 @@ def make_accelerator(context: RunContext) -> Accelerator:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator = Accelerator(
-            cpu=context.device == "cpu",
-            mixed_precision="bf16" if section.precision == "bf16" else "no",
+            cpu=context.device == "cpu" and not _asked_for("DEEPSPEED"),  # accelerate's DeepSpeed finds the CPU itself
+            mixed_precision="no",  # the loop casts by itself, the same way on every launcher
             log_with=tracker,
             project_dir=context.folder.of("train"),
         )
     assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), "the ranks do not know of each other"
+    if _asked_for("FSDP") and context.device == "cpu":
+        shard_on_cpu(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        set_up_deepspeed(accelerator, section)
     if tracker:
         settings = {key: value for key, value in section.model_dump(mode="json").items() if not isinstance(value, list)}
         accelerator.init_trackers("eyas", config={"recipe": context.recipe.name, **settings})
     return accelerator
+
+
+def shard_on_cpu(accelerator: Accelerator) -> None:
+    """Make accelerate shard by FSDP2 on CPU ranks, which it does on accelerators only and otherwise drops unsaid."""
+    plugin = FullyShardedDataParallelPlugin()
+    if plugin.fsdp_version != 2:
+        raise UserError("eyas shards by FSDP2; set fsdp_version: 2 in the accelerate config.")
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def set_up_deepspeed(accelerator: Accelerator, section: TrainSection) -> None:
+    """Fill DeepSpeed's configuration from the recipe: the window, the clipping; raise UserError for what it lacks."""
+    if section.optimizer != "adamw":
+        raise UserError(f"train.optimizer {section.optimizer} does not run under DeepSpeed; use adamw, DDP or FSDP2.")
+    plugin: Any = accelerator.state.deepspeed_plugin
+    if section.ema and plugin.zero_stage == 3:
+        raise UserError("train.ema needs whole weights on every rank, ZeRO-3 has none; use ZeRO-2, FSDP2 or ema 0.")
+    if section.epochs:
+        raise UserError("train.epochs may end with a short window, which DeepSpeed cannot weight; use train.steps.")
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = section.lines_per_batch
+    plugin.deepspeed_config["gradient_accumulation_steps"] = section.accumulate
+    plugin.deepspeed_config["gradient_clipping"] = section.clip
+
+
+def _asked_for(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
 
 
 def track(accelerator: Accelerator, values: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from eyas.train.sharding import sharded_like, whole
+
 
 class WeightAverage:
     """The average of a module's trainable weights, in fp32 on their device (and sharded as they are)."""
@@ -38,15 +40,17 @@ class WeightAverage:
             _copy(own, module)
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """Return the average and the number of updates."""
-        return {"updates": self.updates, **{f"average.{name}": tensor for name, tensor in self.average.items()}}
+        """Return the average, whole where it is sharded, and the number of updates."""
+        return {"updates": self.updates, **{f"average.{name}": whole(tensor) for name, tensor in self.average.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Take over what `state_dict` returned."""
         self.updates = int(state["updates"])
         for name, tensor in self.average.items():
-            tensor.copy_(state[f"average.{name}"])  # type: ignore[arg-type]
+            saved = state[f"average.{name}"]
+            assert isinstance(saved, Tensor)
+            tensor.copy_(sharded_like(saved, tensor))
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from eyas.data.feature_batch import FeatureBatch
 from eyas.data.feature_store import FeatureRow
 from eyas.models.checkpoint import save_head
+from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.train.batches import Batches, steps_for, untrained, window_numbers
 from eyas.train.diagnosis import describe_window
@@ -28,6 +29,16 @@ from eyas.train.ema import WeightAverage
 from eyas.train.objective import TrainingTimeTest
 from eyas.train.optimizer import OPTIMIZERS, freeze_output_rows, set_learning_rate
 from eyas.train.schedule import learning_rate_factor
+from eyas.train.sharding import (
+    load_deepspeed,
+    load_moments,
+    save_deepspeed,
+    shards_weights,
+    unsharded_copy,
+    uses_deepspeed,
+    whole_moments,
+    whole_weights,
+)
 from eyas.train.stop_signal import EXIT_CODES, StoppedBySignal, StopRequest, stop_requested
 from eyas.train.training_state import Position, load_state, save_state
 from eyas.train.validation import HeldOutAcceptance, held_out_acceptance
@@ -60,6 +71,7 @@ class LoopPlan:
     floor: float
     clip: float
     ema: float
+    precision: str
     validate_every: int
     patience: int
     checkpoint_every: int
@@ -108,21 +120,26 @@ class _Run:
             self.head, learning_rate=plan.learning_rate, lm_head_rate=plan.lm_head_rate, betas=plan.betas,
             weight_decay=plan.weight_decay,
         )  # fmt: skip
-        self.average = WeightAverage(self.head, decay=plan.ema) if plan.ema else None
-        self.position = Position()
         state = load_state(folder / "checkpoints", key=key)
         if state:
-            self._restore(state, optimizers)
+            self.head.load_state_dict(state["head"])
+        self.whole_head = unsharded_copy(self.head) if shards_weights(accelerator) else self.head
         self.wrapped, *self.optimizers = accelerator.prepare(module, *optimizers)
+        self.average = WeightAverage(self.head, decay=plan.ema) if plan.ema else None
+        self.position = Position(**state["position"]) if state else Position()
+        if state:
+            self._restore(state)
         self.steps = self._total_steps()
+        self.dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
 
-    def _restore(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
-        self.head.load_state_dict(state["head"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Take over moments and average, which are sharded only now."""
+        if uses_deepspeed(self.accelerator):
+            load_deepspeed(self.wrapped, self.folder / "checkpoints", step=self.position.step)
+        else:
+            load_moments(self.head, self.optimizers, state["moments"])
         if self.average:
             self.average.load_state_dict(state["average"])
-        self.position = Position(**state["position"])
 
     def _total_steps(self) -> int:
         """Return the optimizer steps of the whole run, as far as done plus what the batches left will make here."""
@@ -176,6 +193,11 @@ class _Run:
                 f"step {position.step}: no slot of the batch is trained; the replies are too short, or no target "
                 "token is in the draft vocabulary."
             )
+        factor = learning_rate_factor(
+            position.step, steps=self.steps, warmup=plan.warmup_steps, floor=plan.floor, schedule=plan.schedule,
+            decay_share=plan.decay_share,
+        )  # fmt: skip
+        set_learning_rate(self.optimizers, plan.learning_rate * factor)  # before backward: DeepSpeed steps within it
         loss = self._accumulate(window, counts_S)
         norm = accelerator.clip_grad_norm_(self.head.parameters(), plan.clip)
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
@@ -187,11 +209,6 @@ class _Run:
                 f"{where}. The last good checkpoint is in {self.folder / 'checkpoints'}. Lower train.learning_rate, or "
                 "use head.fc_norm for very uneven features."
             )
-        factor = learning_rate_factor(
-            position.step, steps=self.steps, warmup=plan.warmup_steps, floor=plan.floor, schedule=plan.schedule,
-            decay_share=plan.decay_share,
-        )  # fmt: skip
-        set_learning_rate(self.optimizers, plan.learning_rate * factor)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -217,12 +234,14 @@ class _Run:
 
         Data-parallel ranks average their gradients, so each rank's share is scaled up by their number.
         """
-        accelerator = self.accelerator
+        accelerator, device = self.accelerator, self.accelerator.device.type
+        scale = self.ranks * (len(window) if uses_deepspeed(accelerator) else 1)  # DeepSpeed averages the window too
         total = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(window):
             with accelerator.no_sync(self.wrapped) if i + 1 < len(window) else nullcontext():
-                loss = self.wrapped(batch, counts_S)
-                accelerator.backward(loss * self.ranks)
+                with torch.autocast(device, dtype=self.dtype, enabled=self.dtype != torch.float32):
+                    loss = self.wrapped(batch, counts_S)
+                accelerator.backward(loss * scale)
                 total += loss.detach()
         return accelerator.reduce(total, reduction="sum")
 
@@ -236,18 +255,19 @@ class _Run:
     def validate(self) -> HeldOutAcceptance:
         """Replay the held-out rows, keep the head if it is the best so far, and report."""
         with self.average.applied(self.head) if self.average else nullcontext():
-            return self._validate()
+            if self.whole_head is not self.head:
+                self.whole_head.load_state_dict(whole_weights(self.accelerator, self.head))
+            return self._validate(self.whole_head)
 
-    def _validate(self) -> HeldOutAcceptance:
+    def _validate(self, head: Eagle3Head) -> HeldOutAcceptance:
         position = self.position
-        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
-        result = held_out_acceptance(self.head, self.validation_rows, depth=self.plan.validation_depth, dtype=dtype)
+        result = held_out_acceptance(head, self.validation_rows, depth=self.plan.validation_depth, dtype=self.dtype)
         position.history.append({"step": position.step, "tau": result.replay.tau, "slot_tau": result.slot_average.tau})
         if result.replay.tau > position.best_tau:
             position.best_tau, position.best_step = result.replay.tau, position.step
             if self.accelerator.is_main_process:
                 save_head(
-                    self.head, self.folder / "best", dtype=torch.float32,
+                    head, self.folder / "best", dtype=torch.float32,
                     metadata={"trained_steps": position.step, "validation": result.replay.as_dict()},
                 )  # fmt: skip
         self.report(
@@ -256,12 +276,13 @@ class _Run:
         return result
 
     def _save(self) -> None:
+        folder = self.folder / "checkpoints"
+        head = whole_weights(self.accelerator, self.head)
+        average = self.average.state_dict() if self.average else {}
+        if uses_deepspeed(self.accelerator):
+            moments: dict[str, Any] = {}
+            save_deepspeed(self.wrapped, folder, step=self.position.step)
+        else:
+            moments = whole_moments(self.head, self.optimizers)
         if self.accelerator.is_main_process:
-            save_state(
-                self.folder / "checkpoints",
-                head=self.head.state_dict(),
-                optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
-                average=self.average.state_dict() if self.average else {},
-                position=self.position,
-                key=self.key,
-            )
+            save_state(folder, head=head, moments=moments, average=average, position=self.position, key=self.key)

@@ -1,4 +1,4 @@
-"""Resumable training state: head, optimizers, average, position, best acceptance, in one file written whole.
+"""Resumable training state: head, moments, average, position, best acceptance, in one file written whole.
 
 A checkpoint torn by a kill never has a final name. Loading is weights_only. The data cursor counts batches of the one
 sequence that all ranks share, so a run may go on with another number of processes.
@@ -32,18 +32,21 @@ def save_state(
     folder: Path,
     *,
     head: dict[str, Any],
-    optimizers: list[dict[str, Any]],
+    moments: dict[str, Any],
     average: dict[str, Any],
     position: Position,
     key: str,
 ) -> None:
-    """Write the state of a step; older files beyond the last two are removed. `average` is empty without one."""
+    """Write the state of a step; older files beyond the last two are removed.
+
+    `moments` are the optimizers' state by parameter name; `average` is empty where weights are not averaged.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{position.step:07d}.pt"
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     with temporary.open("wb") as file:
         state = {"schema": SCHEMA, "key": key, "position": position.__dict__}
-        torch.save({**state, "head": head, "optimizers": optimizers, "average": average}, file)
+        torch.save({**state, "head": head, "moments": moments, "average": average}, file)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

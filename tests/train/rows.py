@@ -90,6 +90,7 @@ def loop_plan(**changes: Any) -> LoopPlan:
         "floor": 1.0,
         "clip": 1e9,
         "ema": 0.0,
+        "precision": "fp32",
         "validate_every": 1000,
         "patience": 0,
         "checkpoint_every": 1000,

@@ -156,7 +156,7 @@ def test_the_gradient_of_a_window_equals_that_of_one_batch(
     for name, changes in (("window", {"accumulate": 3}), ("batch", {"lines_per_batch": 3})):
         plan = loop_plan(steps=1, checkpoint_every=1, **changes)
         train(target, rows, held_out, plan, tmp_path / name)
-        states.append(saved_state(tmp_path / name)["optimizers"][0]["state"])
+        states.append(saved_state(tmp_path / name)["moments"]["state"])
     assert states[0].keys() == states[1].keys() != set()
     for number, moments in states[0].items():  # after one step the first moment is a tenth of the gradient
         torch.testing.assert_close(moments["exp_avg"], states[1][number]["exp_avg"], rtol=1e-4, atol=1e-7)
@@ -237,12 +237,12 @@ def test_a_checkpoint_holds_exactly_the_trainable_tensors_and_the_map(
     trainable = {name for name, p in head.named_parameters() if p.requires_grad}
     state = saved_state(tmp_path)
     assert state["head"].keys() == trainable | {"d2t", "t2d"}
-    assert len(state["optimizers"][0]["state"]) == len(trainable)
+    assert len(state["moments"]["state"]) == len(trainable)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-0000002.pt", "step-0000003.pt"]
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
-    save_state(tmp_path, head={}, optimizers=[], average={}, position=Position(step=5), key="these")
+    save_state(tmp_path, head={}, moments={}, average={}, position=Position(step=5), key="these")
     assert load_state(tmp_path, key="these") is not None
     with pytest.raises(UserError, match=r"step-0000005\.pt was saved by a run with other settings or data; delete"):
         load_state(tmp_path, key="those")
