@@ -1,6 +1,7 @@
 """`accelerate launch -m eyas.train RECIPE [--out DIR] [--set k=v]...`: the train stage, on all ranks launched.
 
-On CPUs launch several ranks with `torchrun --standalone --nproc_per_node N -m eyas.train RECIPE`.
+The configs of recipes/accelerate cover one process, DDP, FSDP2, ZeRO-2 and ZeRO-3, several nodes and several CPU ranks;
+torchrun works too.
 """
 
 import argparse
@@ -14,6 +15,9 @@ from eyas.train.progress import Reporter
 from eyas.train.recipe_io import load_recipe
 from eyas.train.run_folder import default_run_folder
 from eyas.train.stop_signal import StoppedBySignal
+
+
+CPU_CONFIG = Path(__file__).resolve().parent.parent / "recipes" / "accelerate" / "cpu-processes.yaml"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,8 +50,8 @@ def check_launch() -> None:
     several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     if several and os.environ.get("ACCELERATE_USE_CPU") == "True":
         raise UserError(
-            "accelerate launch starts a single process on CPUs, whatever --num_processes says; use "
-            "torchrun --standalone --nproc_per_node N -m eyas.train RECIPE."
+            "accelerate launch starts a single process on CPUs, whatever --num_processes says, unless it is given "
+            f"--config_file {CPU_CONFIG} (or use torchrun --standalone --nproc_per_node N -m eyas.train RECIPE)."
         )
 
 

@@ -85,6 +85,7 @@ def run_train(context: RunContext) -> dict[str, Any]:
     accelerator.end_training()
     return {
         "steps": position.step,
+        "processes": accelerator.num_processes,
         "best_step": position.best_step,
         "best_validation_tau": position.best_tau,
         "history": position.history,

@@ -79,6 +79,7 @@ def test_the_train_stage_on_two_processes_gives_the_head_of_one(launched: Launch
     assert_same(*best)
     records = [json.loads((folder / "stages" / "train.json").read_text()) for folder in (launched.run, run)]
     assert records[0]["finished"]
+    assert [record["result"].pop("processes") for record in records] == [2, 1]
     assert records[0]["result"] == records[1]["result"]
     logged = [
         [json.loads(line) for line in (folder / "training" / "metrics.jsonl").read_text().splitlines()]
@@ -104,4 +105,6 @@ def test_several_cpu_ranks_asked_of_accelerate_are_refused_because_it_starts_one
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert train_main.main(["smollm2-quickstart", "--out", str(tmp_path / "run")]) == 2
-    assert "use torchrun --standalone --nproc_per_node N -m eyas.train RECIPE" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "unless it is given --config_file" in said
+    assert "cpu-processes.yaml (or use torchrun --standalone --nproc_per_node N -m eyas.train RECIPE)" in said
