@@ -16,7 +16,6 @@ from eyas.train.recipe_io import load_recipe
 from eyas.train.run_folder import default_run_folder
 from eyas.train.stop_signal import StoppedBySignal
 
-
 CPU_CONFIG = Path(__file__).resolve().parent.parent / "recipes" / "accelerate" / "cpu-processes.yaml"
 
 
