@@ -115,6 +115,7 @@ class _Run:
             rows, line_length=plan.line_length, lines_per_batch=plan.lines_per_batch, packed=plan.packed, seed=plan.seed
         )
         self.last_batch = self.batches.in_epochs(plan.epochs) if plan.epochs else None
+        accelerator.gradient_accumulation_steps = plan.accumulate
         freeze_output_rows(self.head, lm_head_rate=plan.lm_head_rate)
         optimizers = OPTIMIZERS[plan.optimizer](
             self.head, learning_rate=plan.learning_rate, lm_head_rate=plan.lm_head_rate, betas=plan.betas,
@@ -199,7 +200,7 @@ class _Run:
         )  # fmt: skip
         set_learning_rate(self.optimizers, plan.learning_rate * factor)  # before backward: DeepSpeed steps within it
         loss = self._accumulate(window, counts_S)
-        norm = accelerator.clip_grad_norm_(self.head.parameters(), plan.clip)
+        norm = torch.as_tensor(accelerator.clip_grad_norm_(self.head.parameters(), plan.clip))
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
             ids = [[row.id for line in self.batches.lines(n) for row in line] for n in numbers if n is not None]
             real = [batch for batch, n in zip(window, numbers, strict=True) if n is not None]
@@ -232,13 +233,13 @@ class _Run:
     def _accumulate(self, window: list[FeatureBatch], counts_S: Tensor) -> Tensor:
         """Back-propagate a window and return its loss over all ranks.
 
-        Data-parallel ranks average their gradients, so each rank's share is scaled up by their number.
+        Ranks average their gradients and accelerate (or DeepSpeed) those of a window, so each share is scaled up by both.
         """
         accelerator, device = self.accelerator, self.accelerator.device.type
-        scale = self.ranks * (len(window) if uses_deepspeed(accelerator) else 1)  # DeepSpeed averages the window too
+        scale = self.ranks * len(window)
         total = torch.zeros((), device=accelerator.device)
-        for i, batch in enumerate(window):
-            with accelerator.no_sync(self.wrapped) if i + 1 < len(window) else nullcontext():
+        for batch in window:
+            with accelerator.accumulate(self.wrapped):
                 with torch.autocast(device, dtype=self.dtype, enabled=self.dtype != torch.float32):
                     loss = self.wrapped(batch, counts_S)
                 accelerator.backward(loss * scale)

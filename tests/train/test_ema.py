@@ -35,8 +35,8 @@ def test_the_trained_weights_come_back_after_the_average_was_applied() -> None:
     average = WeightAverage(layer, decay=0.9)
     nn.init.constant_(layer.weight, 4.0)
     with average.applied(layer):
-        assert float(layer.weight) == 0.0
-    assert float(layer.weight) == 4.0
+        assert layer.weight.item() == 0.0
+    assert layer.weight.item() == 4.0
 
 
 def test_the_trained_weights_come_back_after_an_error_too() -> None:
@@ -44,7 +44,7 @@ def test_the_trained_weights_come_back_after_an_error_too() -> None:
     average = WeightAverage(module(0.0), decay=0.9)
     with contextlib.suppress(ZeroDivisionError), average.applied(layer):
         raise ZeroDivisionError
-    assert float(layer.weight) == 4.0
+    assert layer.weight.item() == 4.0
 
 
 def test_a_restored_average_goes_on_where_it_was() -> None:

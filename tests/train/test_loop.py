@@ -110,11 +110,14 @@ class ByHand(nn.Module):
         return self.number_of[tuple(batch.input_ids_BT[0, batch.document_BT[0] >= 0].tolist())]
 
     def counts(self, batch: FeatureBatch) -> Tensor:
-        return torch.tensor([float(self.SUMS[self._number(batch)][1])])
+        trained = bool(batch.generated_mask_BT.any())
+        return torch.tensor([float(self.SUMS[self._number(batch)][1]) if trained else 0.0])
 
     def forward(self, batch: FeatureBatch, counts_S: Tensor) -> Tensor:
-        self.seen.append(self._number(batch))
-        return self.SUMS[self._number(batch)][0] * self.head.lm_head.weight.sum() / counts_S[0]
+        trained = bool(batch.generated_mask_BT.any())
+        if trained:
+            self.seen.append(self._number(batch))
+        return self.SUMS[self._number(batch)][0] * trained * self.head.lm_head.weight.sum() / counts_S[0]
 
 
 @pytest.fixture
@@ -288,7 +291,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_good_checkp
         for row in rows
     ]  # fmt: skip
     with pytest.raises(
-        FloatingPointError, match=r"step 3: loss nan.*rows row-\d; aux layer 2: nothing finite.*checkpoints"
+        FloatingPointError, match=r"step 3: loss nan.*rows row-\d; aux layer 1: nothing finite.*checkpoints"
     ):
         train(target, poisoned, held_out, plan, tmp_path)
     state = saved_state(tmp_path)
