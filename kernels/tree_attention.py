@@ -314,30 +314,32 @@ def _tree_attention_kernel(
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: 4 query heads per kv head and 60 nodes."""
+    """The compilations that `eyas.kernels.aot` checks: every launch shape at the usual head dims."""
     lengths = ("prefix_len_ptr", "num_nodes_ptr", "ancestors_ptr", "depth_ptr")
     strides = (
         *(f"q_stride_{axis}" for axis in "bhn"),
         *(f"{tensor}_stride_{axis}" for tensor in "kv" for axis in "bgl"),
     )
     counts = ("splits", "group", "num_slots", "num_words", "capacity")
+    launches = [
+        (element, dtype, head_dim, num_rows, window)
+        for element, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+        for head_dim in (32, 64, 80, 96, 128, 192, 256)
+        for num_rows in ((16,) if dtype == torch.float32 else (16, 32, 64))
+        for window in (0, 1024)
+    ]
     builds = []
-    for element, dtype, head_dim, window in (
-        ("fp16", torch.float16, 80, None),
-        ("bf16", torch.bfloat16, 128, None),
-        ("bf16", torch.bfloat16, 256, 1024),
-        ("fp32", torch.float32, 256, None),
-    ):
+    for element, dtype, head_dim, num_rows, window in launches:
         pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}") | dict.fromkeys(lengths, "*i64")
         pointers["log_weight_ptr"] = "*fp32"
-        constants, options = _launch_shape(head_dim, dtype, num_rows=240)
+        constants, options = _launch_shape(head_dim, dtype, num_rows=num_rows)
         builds.append(
             KernelBuild(
-                name=f"tree_attention {element} head_dim={head_dim} window={window}",
+                name=f"tree_attention {element} head_dim={head_dim} rows<={num_rows} window={window}",
                 kernel=_tree_attention_kernel,
                 types={**pointers, "scale": "fp32", **dict.fromkeys((*strides, *counts), "i32")},
                 aligned=frozenset((*pointers, *strides)),
-                constants={"WINDOW": window or 0, **constants},
+                constants={"WINDOW": window, **constants},
                 options=options,
             )
         )

@@ -6,13 +6,16 @@ files start with `from __future__ import annotations`: `BLOCK: tl.constexpr` is 
 Python never evaluates.
 
 With TRITON_INTERPRET=1 set before the first import, `jit` yields kernels that triton's interpreter runs on CPU tensors.
-The ops never choose that by themselves; the tests call the private launchers.
+The ops never choose that by themselves: the tests call the private launchers, or open `interpreted`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,10 +34,47 @@ def jit(function: Any) -> Any:
 
 
 def available(device: torch.device) -> bool:
-    """True where triton can compile for `device`: a GPU, on NVIDIA of compute capability 8.0 (Ampere) or later."""
-    if triton is None or device.type != "cuda":
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    """True where triton can compile for `device`: a GPU, on NVIDIA of compute capability 8.0 (Ampere) or later.
+
+    A GPU without kernels gives one warning that names the reason. Inside `interpreted` the CPU counts as well.
+    """
+    if device.type != "cuda":
+        return device.type == "cpu" and _interpreting
+    reason = _why_missing(device)
+    if reason is None:
+        return True
+    _warn_once(reason)
+    return False
+
+
+def _why_missing(device: torch.device) -> str | None:
+    if triton is None:
+        return "triton is not installed (pip install triton)"
+    if torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, triton needs 8.0"
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"kernels run as their plain PyTorch references, which are slower: {reason}", stacklevel=4)
+
+
+_interpreting = False
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Let every op run its kernel in triton's interpreter on CPU tensors: for tests, where the law must not change."""
+    global _interpreting
+    assert triton is not None, "triton is not installed"
+    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1 before triton is imported"
+    _interpreting = True
+    try:
+        yield
+    finally:
+        _interpreting = False
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from eyas.kernels.tree_layout import check_trees
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
 
 
-class GreedyVerification(NamedTuple):
+class TreeVerification(NamedTuple):
     """The accepted path of each row, all int64.
 
     path_BN: node indices from the root (0) down to the last accepted node, then -1.
@@ -35,7 +35,7 @@ class GreedyVerification(NamedTuple):
 
 def verify_tree_greedy(
     tokens_BN: Tensor, parents_BN: Tensor, num_nodes_B: Tensor, target_argmax_BN: Tensor
-) -> GreedyVerification:
+) -> TreeVerification:
     """The accepted path, its length and the bonus token of each row of a ragged batch of draft trees.
 
     All inputs int64. tokens_BN: node 0 is the last committed token. parents_BN: -1 for node 0, else below the node.
@@ -63,7 +63,7 @@ def verify_tree_greedy(
 
 def verify_tree_greedy_reference(
     tokens_BN: Tensor, parents_BN: Tensor, num_nodes_B: Tensor, target_argmax_BN: Tensor
-) -> GreedyVerification:
+) -> TreeVerification:
     """The same as `verify_tree_greedy`, row by row in Python: the definition, and the CPU path."""
     path_BN = torch.full_like(tokens_BN, -1)
     num_accepted_B = torch.zeros_like(num_nodes_B)
@@ -81,12 +81,12 @@ def verify_tree_greedy_reference(
         path_BN[row, : len(path)] = torch.tensor(path)
         num_accepted_B[row] = len(path) - 1
         bonus_B[row] = max(argmax[path[-1]], -1)
-    return GreedyVerification(path_BN, num_accepted_B, bonus_B)
+    return TreeVerification(path_BN, num_accepted_B, bonus_B)
 
 
 def _launch_verify_tree_greedy(
     tokens_BN: Tensor, parents_BN: Tensor, num_nodes_B: Tensor, target_argmax_BN: Tensor
-) -> GreedyVerification:
+) -> TreeVerification:
     num_rows, num_slots = tokens_BN.shape
     path_BN = torch.empty_like(tokens_BN, memory_format=torch.contiguous_format)
     num_accepted_B = torch.empty_like(num_nodes_B, memory_format=torch.contiguous_format)
@@ -104,7 +104,7 @@ def _launch_verify_tree_greedy(
             BLOCK_N=next_power_of_two(num_slots),
             num_warps=1,
         )
-    return GreedyVerification(path_BN, num_accepted_B, bonus_B)
+    return TreeVerification(path_BN, num_accepted_B, bonus_B)
 
 
 @jit

@@ -1,5 +1,10 @@
-"""Every kernel compiles for sm_80, sm_90 and sm_100 without spills and within the card's shared memory."""
+"""Kernels compile for sm_80, sm_90 and sm_100 without spills and within the card's shared memory.
 
+The suite compiles one build of every kernel, in turn for one of the architectures; `eyas bench kernels --compile-only`
+compiles every build for all of them.
+"""
+
+import ast
 import json
 import os
 import subprocess
@@ -8,39 +13,67 @@ from pathlib import Path
 
 import pytest
 
-from eyas.kernels import aot, tree_attention, verify_tree_greedy
+from eyas.kernels import aot
+from eyas.kernels.aot import BUILDS, CAPABILITIES, SHARED_LIMIT, CompileReport
 
 pytest.importorskip("triton")
 
-# Opt-in maximum per block (CUDA C++ programming guide, "Compute Capabilities").
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Builds that everything else depends on being right, on every architecture.
+ON_ALL = ("tree_attention bf16 head_dim=128 rows<=64 window=0",)
+
+
+def chosen() -> list[str]:
+    """NAME@CAPABILITY of the last (the largest) build of every kernel, the architectures in turn, and `ON_ALL`."""
+    last = {id(build.kernel): name for name, build in aot.all_builds().items()}
+    in_turn = [f"{name}@{CAPABILITIES[i % len(CAPABILITIES)]}" for i, name in enumerate(last.values())]
+    return sorted({*in_turn, *(f"{name}@{capability}" for name in ON_ALL for capability in CAPABILITIES)})
 
 
 def test_kernels_compile_without_spills(tmp_path: Path) -> None:
     # A process of its own: this one imported triton with the interpreter on. An own cache: nothing compiled earlier.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "eyas.kernels.aot"]
+    command = [sys.executable, "-m", "eyas.kernels.aot", *chosen()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    reports = {(report["build"], report["capability"]): report for report in json.loads(done.stdout)}
-    builds = [build.name for build in (*verify_tree_greedy.aot_builds(), *tree_attention.aot_builds())]
-    assert set(reports) == {(build, capability) for build in builds for capability in SHARED_LIMIT}
-    for (build, capability), report in reports.items():
-        where = f"{build} on sm_{capability}: {report}"
-        assert 16 <= report["registers"] <= 255, where
-        assert report["spilled_bytes"] == 0, where
-        assert report["shared_bytes"] <= SHARED_LIMIT[capability], where
-        assert ("attention" in build) == (report["shared_bytes"] > 0), where
+    reports = [CompileReport(**report) for report in json.loads(done.stdout)]
+    assert sorted(f"{report.build}@{report.capability}" for report in reports) == chosen()
+    assert {report.capability for report in reports} == set(CAPABILITIES)
+    for report in reports:
+        assert 16 <= report.registers <= 255, report
+        assert report.fault is None, report
+    attention = [report for report in reports if report.build in ON_ALL]
+    assert [report.tensor_core_instructions > 0 for report in attention] == [True] * len(CAPABILITIES)
+
+
+def test_every_kernel_has_a_build() -> None:
+    """A function decorated with @jit whose name ends in _kernel is launched, so it is compiled here too."""
+    folder = Path(aot.__file__).parent
+    launched = {
+        node.name
+        for path in folder.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    }
+    assert launched == {build.kernel.__name__ for builds in BUILDS.values() for build in builds()}
+    assert len(launched) > 15
+
+
+def test_faults_are_named() -> None:
+    good = CompileReport("a", 90, 32, 0, SHARED_LIMIT[90], 0)
+    assert good.fault is None
+    assert CompileReport("a", 90, 32, 8, 0, 0).fault == "8 bytes per thread spilled"
+    over = CompileReport("a", 80, 32, 0, SHARED_LIMIT[90], 0)
+    assert over.fault == "232448 bytes of shared memory, 166912 exist"
 
 
 def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(aot.triton_support.triton.knobs.runtime, "interpret", True)
-    assert aot.main() == 2
+    assert aot.main([]) == 2
     assert "unset it for this command" in capsys.readouterr().err
 
 
 def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(aot.triton_support, "triton", None)
-    assert aot.main() == 2
+    assert aot.main([]) == 2
     assert "pip install triton" in capsys.readouterr().err

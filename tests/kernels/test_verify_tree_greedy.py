@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.verify_tree_greedy import (
-    GreedyVerification,
+    TreeVerification,
     _launch_verify_tree_greedy,
     verify_tree_greedy,
     verify_tree_greedy_reference,
@@ -36,7 +36,7 @@ VERIFIERS = {"reference": verify_tree_greedy_reference, "kernel": _launch_verify
 @pytest.mark.usefixtures("poisoned_empty")
 def test_hand_worked(
     case: tuple[list[int], list[int], list[int], int, list[int], int],
-    verifier: Callable[..., GreedyVerification],
+    verifier: Callable[..., TreeVerification],
     device: torch.device,
 ) -> None:
     tokens, parents, argmax, num_nodes, path, bonus = case
