@@ -1,40 +1,69 @@
-"""The loss of draft logits against the target's over the draft vocabulary, forward and backward without probabilities.
+"""The losses of draft logits against the target's over the draft vocabulary, without probabilities in memory.
 
-Per slot, p the target's distribution and q the head's, both over the draft vocabulary, alpha = sum min(p, q):
+Per slot, p the target's distribution and q the head's, both over the draft vocabulary, z the head's logits:
 
-    kl   -sum p log q                        gradient to logit j   q_j - p_j
-    ce   -log q[argmax p]                                          q_j - [j = argmax p]
-    tv   1 - alpha                                                 q_j (sum q g - g_j),  g = [q < p]
-    lk   w (kl - entropy p) + (1 - w) tv,  w = exp(-3 alpha) held constant   (arXiv 2602.23881)
+    cross    -sum p log q         its gradient to z   q - p
+    entropy  -sum p log p                             (constant)
+    hard     -log q[argmax p]                         q - onehot(argmax p)
+    overlap  sum min(p, q)                            q (g - sum q g),  g = [q < p], 1/2 where equal as torch has it
 
-(g is 1/2 where q = p, as torch has it.) The kernels read the logits in chunks: one pass for both log-sum-exps, one for the sums above, and backward one more that
-writes the gradient, which has to exist anyway. Kept between forward and backward: five numbers per slot. The teacher's
-rows are named by index, since the steps of training-time test share them.
+    kl = cross    ce = hard    tv = 1 - overlap
+    lk = w (cross - entropy) + (1 - w) (1 - overlap),  w = exp(-3 overlap) held constant   (arXiv 2602.23881)
+
+The kernels read the logits in chunks: one pass for both log-sum-exps, one for the sums above, one backward that
+writes the gradient, which has to exist anyway. Kept between forward and backward: four numbers per slot. The teacher's
+rows are named by index: the steps of training-time test share them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
 
-KINDS = ("kl", "ce", "tv", "lk")
 LK_ETA = 3.0
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_CHUNK = 2048
 
 
-def draft_loss(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, *, kind: str) -> Tensor:
-    """loss_N, fp32: slot n against row teacher_row_N[n] (int64) of the teacher's logits; differentiable to the student.
+class DraftTerms(NamedTuple):
+    """The numbers of N slots that every loss is made of, fp32 (fp64 from fp64 logits)."""
 
-    Logits: fp32, bf16 or fp16 (the reference also fp64, then so is the loss). A row outside the teacher gives NaN on a
-    GPU. Errors: ValueError.
+    cross_N: Tensor
+    entropy_N: Tensor
+    hard_N: Tensor
+    overlap_N: Tensor
+
+
+def _lk(terms: DraftTerms) -> Tensor:
+    weight_N = torch.exp(-LK_ETA * terms.overlap_N.detach())
+    return weight_N * (terms.cross_N - terms.entropy_N) + (1 - weight_N) * (1 - terms.overlap_N)
+
+
+LOSSES = {
+    "kl": lambda terms: terms.cross_N,
+    "ce": lambda terms: terms.hard_N,
+    "tv": lambda terms: 1 - terms.overlap_N,
+    "lk": _lk,
+}
+
+
+def draft_loss(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, *, kind: str) -> Tensor:
+    """loss_N of one of `LOSSES`, from `draft_terms`; differentiable to the student. Errors: ValueError."""
+    if kind not in LOSSES:
+        raise ValueError(f"kind is {kind!r}: give one of {', '.join(LOSSES)}")
+    return LOSSES[kind](draft_terms(student_NU, teacher_MU, teacher_row_N))
+
+
+def draft_terms(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> DraftTerms:
+    """The terms of slot n against row teacher_row_N[n] (int64) of the teacher's logits; differentiable to the student.
+
+    Logits: fp32, bf16 or fp16 (the reference also fp64). A row outside the teacher gives NaN on a GPU. Errors:
+    ValueError.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}: give one of {', '.join(KINDS)}")
     shapes_fit = student_NU.ndim == teacher_MU.ndim == 2 and student_NU.shape[1] == teacher_MU.shape[1]
     if not shapes_fit or teacher_row_N.shape != student_NU.shape[:1] or teacher_row_N.dtype != torch.int64:
         raise ValueError(
@@ -42,107 +71,102 @@ def draft_loss(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, *,
             f"{teacher_row_N.dtype} {tuple(teacher_row_N.shape)}: give [slots, draft vocabulary], [rows, the same] and "
             "int64 [slots]"
         )
-    dtypes_fit = student_NU.dtype in ELEMENTS and teacher_MU.dtype in ELEMENTS
-    if available(student_NU.device) and dtypes_fit:
-        return _DraftLoss.apply(student_NU, teacher_MU, teacher_row_N, kind)
-    return draft_loss_reference(student_NU, teacher_MU, teacher_row_N, kind)
+    if available(student_NU.device) and student_NU.dtype in ELEMENTS and teacher_MU.dtype in ELEMENTS:
+        return DraftTerms(*_DraftTerms.apply(student_NU, teacher_MU, teacher_row_N))
+    return draft_terms_reference(student_NU, teacher_MU, teacher_row_N)
 
 
-def draft_loss_reference(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, kind: str) -> Tensor:
-    """The same as `draft_loss`, from dense probabilities: the definition, and the CPU path."""
+def draft_terms_reference(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> DraftTerms:
+    """The same as `draft_terms`, from dense probabilities: the definition, and the CPU path."""
     student_NU, teacher_MU = (x if x.dtype == torch.float64 else x.float() for x in (student_NU, teacher_MU))
     log_q_NU = student_NU.log_softmax(-1)
     log_p_NU = teacher_MU[teacher_row_N].log_softmax(-1)
     p_NU = log_p_NU.exp()
-    if kind == "ce":
-        return -log_q_NU.gather(-1, p_NU.argmax(-1, keepdim=True)).squeeze(-1)
-    cross_N = -(p_NU * log_q_NU).sum(-1)
-    if kind == "kl":
-        return cross_N
-    alpha_N = torch.minimum(p_NU, log_q_NU.exp()).sum(-1)
-    if kind == "tv":
-        return 1 - alpha_N
-    weight_N = torch.exp(-LK_ETA * alpha_N.detach())
-    entropy_N = -(p_NU * log_p_NU.clamp(min=-1e30)).sum(-1)
-    return weight_N * (cross_N - entropy_N) + (1 - weight_N) * (1 - alpha_N)
+    return DraftTerms(
+        cross_N=-torch.where(p_NU > 0, p_NU * log_q_NU, 0.0).sum(-1),
+        entropy_N=-torch.where(p_NU > 0, p_NU * log_p_NU, 0.0).sum(-1),
+        hard_N=-log_q_NU.gather(-1, log_p_NU.argmax(-1, keepdim=True)).squeeze(-1),
+        overlap_N=torch.minimum(p_NU, log_q_NU.exp()).sum(-1),
+    )
 
 
-class _DraftLoss(torch.autograd.Function):
+class _DraftTerms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Any, student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> tuple[Tensor, ...]:
         student_NU, teacher_MU = student_NU.contiguous(), teacher_MU.contiguous()
         teacher_row_N = teacher_row_N.contiguous()
-        loss_N, sums_N5 = _launch_forward(student_NU, teacher_MU, teacher_row_N, kind)
-        ctx.save_for_backward(student_NU, teacher_MU, teacher_row_N, sums_N5)
-        ctx.kind = kind
-        return loss_N
+        terms_4N, kept_N4 = _launch_forward(student_NU, teacher_MU, teacher_row_N)
+        ctx.save_for_backward(student_NU, teacher_MU, teacher_row_N, kept_N4)
+        ctx.mark_non_differentiable(terms_4N[1])
+        return tuple(terms_4N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _launch_backward(*ctx.saved_tensors, grads[0], ctx.kind), None, None, None
+        pulls_3N = torch.stack((grads[0], grads[2], grads[3])).float()
+        return _launch_backward(*ctx.saved_tensors, pulls_3N), None, None
 
 
-def _launch_forward(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _launch_forward(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> tuple[Tensor, Tensor]:
     slots, width = student_NU.shape
-    loss_N = torch.empty(slots, dtype=torch.float32, device=student_NU.device)
-    sums_N5 = torch.empty((slots, 5), dtype=torch.float32, device=student_NU.device)
+    terms_4N = torch.empty((4, slots), dtype=torch.float32, device=student_NU.device)
+    kept_N4 = torch.empty((slots, 4), dtype=torch.float32, device=student_NU.device)
     if slots:
         with on_device(student_NU.device):
-            _draft_loss_forward_kernel[(slots,)](
+            _draft_terms_forward_kernel[(slots,)](
                 student_NU,
                 teacher_MU,
                 teacher_row_N,
-                loss_N,
-                sums_N5,
+                terms_4N,
+                kept_N4,
+                slots,
                 teacher_MU.shape[0],
                 width,
-                **_constants(width, kind),
+                CHUNK=_chunk(width),
                 num_warps=8,
             )
-    return loss_N, sums_N5
+    return terms_4N, kept_N4
 
 
 def _launch_backward(
-    student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, sums_N5: Tensor, grad_N: Tensor, kind: str
+    student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, kept_N4: Tensor, pulls_3N: Tensor
 ) -> Tensor:
     slots, width = student_NU.shape
     grad_NU = torch.empty_like(student_NU)
-    constants = _constants(width, kind)
     if slots:
         with on_device(student_NU.device):
-            _draft_loss_backward_kernel[(slots, -(-width // constants["CHUNK"]))](
+            _draft_terms_backward_kernel[(slots, -(-width // _chunk(width)))](
                 student_NU,
                 teacher_MU,
                 teacher_row_N,
-                sums_N5,
-                grad_N.float().contiguous(),
+                kept_N4,
+                pulls_3N,
                 grad_NU,
+                slots,
                 teacher_MU.shape[0],
                 width,
-                **constants,
+                CHUNK=_chunk(width),
                 num_warps=8,
             )
     return grad_NU
 
 
-def _constants(width: int, kind: str) -> dict[str, Any]:
-    return {"CHUNK": min(next_power_of_two(width), MAX_CHUNK), "KIND": kind, "ETA": LK_ETA}
+def _chunk(width: int) -> int:
+    return min(next_power_of_two(width), MAX_CHUNK)
 
 
 @jit
-def _draft_loss_forward_kernel(
+def _draft_terms_forward_kernel(
     student_ptr,
     teacher_ptr,
     teacher_row_ptr,
-    loss_ptr,
-    sums_ptr,
+    terms_ptr,
+    kept_ptr,
+    slots,
     teacher_rows,
     width,
     CHUNK: tl.constexpr,
-    KIND: tl.constexpr,
-    ETA: tl.constexpr,
 ):
-    # One program per slot. `sums`: log-sum-exp of student and teacher, sum q g, weight of kl, argmax of the teacher.
+    # One program per slot. Kept: log-sum-exp of student and teacher, sum q g, argmax of the teacher.
     slot = tl.program_id(0).to(tl.int64)
     teacher_row = tl.load(teacher_row_ptr + slot)
     known = (teacher_row >= 0) & (teacher_row < teacher_rows)
@@ -173,117 +197,91 @@ def _draft_loss_forward_kernel(
     top_p = tl.max(max_p)
     log_q = top_q + tl.log(tl.sum(sum_q * tl.exp(max_q - top_q)))
     log_p = top_p + tl.log(tl.sum(sum_p * tl.exp(max_p - top_p)))
-    argmax = tl.min(tl.where(max_p == top_p, first_p, width))
+    argmax = tl.min(tl.where(max_p == top_p, first_p, width - 1))
 
-    weight = 0.0
-    toward = 0.0  # sum q g
-    if KIND == "ce":
-        x_q = tl.load(student_ptr + tl.minimum(argmax, width - 1)).to(tl.float32)
-        loss = log_q - x_q
-    else:
-        cross = tl.zeros([CHUNK], tl.float32)
-        alpha = tl.zeros([CHUNK], tl.float32)
-        entropy = tl.zeros([CHUNK], tl.float32)
-        gain = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, width, CHUNK):
-            inside = start + lane < width
-            x_q = tl.load(student_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32) - log_q
-            x_p = tl.load(teacher_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32) - log_p
-            q = tl.exp(x_q)
-            p = tl.exp(x_p)
-            has_p = inside & (p != 0.0)
-            cross += tl.where(has_p, -p * x_q, 0.0)
-            if KIND != "kl":
-                alpha += tl.where(p < q, p, q)
-                entropy += tl.where(has_p, -p * x_p, 0.0)
-                gain += tl.where(inside, q * tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0)), 0.0)
-        loss = tl.sum(cross)
-        if KIND != "kl":
-            accepted = tl.sum(alpha)
-            toward = tl.sum(gain)
-            if KIND == "tv":
-                loss = 1.0 - accepted
-            else:
-                weight = tl.exp(-ETA * accepted)
-                loss = weight * (loss - tl.sum(entropy)) + (1.0 - weight) * (1.0 - accepted)
-    tl.store(loss_ptr + slot, tl.where(known, loss, float("nan")))
-    tl.store(sums_ptr + slot * 5, log_q)
-    tl.store(sums_ptr + slot * 5 + 1, log_p)
-    tl.store(sums_ptr + slot * 5 + 2, toward)
-    tl.store(sums_ptr + slot * 5 + 3, weight)
+    cross = tl.zeros([CHUNK], tl.float32)
+    entropy = tl.zeros([CHUNK], tl.float32)
+    overlap = tl.zeros([CHUNK], tl.float32)
+    gain = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, width, CHUNK):
+        inside = start + lane < width
+        x_q = tl.load(student_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32) - log_q
+        x_p = tl.load(teacher_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32) - log_p
+        q = tl.exp(x_q)
+        p = tl.exp(x_p)
+        has_p = inside & (p != 0.0)
+        cross += tl.where(has_p, -p * x_q, 0.0)
+        entropy += tl.where(has_p, -p * x_p, 0.0)
+        overlap += tl.where(p < q, p, q)
+        gain += tl.where(inside, q * tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0)), 0.0)
+    bad = tl.where(known, 0.0, float("nan"))
+    hard = log_q - tl.load(student_ptr + argmax).to(tl.float32)
+    tl.store(terms_ptr + slot, tl.sum(cross) + bad)
+    tl.store(terms_ptr + slots + slot, tl.sum(entropy) + bad)
+    tl.store(terms_ptr + 2 * slots + slot, hard + bad)
+    tl.store(terms_ptr + 3 * slots + slot, tl.sum(overlap) + bad)
+    tl.store(kept_ptr + slot * 4, log_q)
+    tl.store(kept_ptr + slot * 4 + 1, log_p)
+    tl.store(kept_ptr + slot * 4 + 2, tl.sum(gain))
     # The bits of an integer in a float: draft ids above 2**24 would not survive a conversion.
-    tl.store(sums_ptr + slot * 5 + 4, argmax.to(tl.float32, bitcast=True))
+    tl.store(kept_ptr + slot * 4 + 3, argmax.to(tl.float32, bitcast=True))
 
 
 @jit
-def _draft_loss_backward_kernel(
+def _draft_terms_backward_kernel(
     student_ptr,
     teacher_ptr,
     teacher_row_ptr,
-    sums_ptr,
-    grad_loss_ptr,
+    kept_ptr,
+    pulls_ptr,
     grad_ptr,
+    slots,
     teacher_rows,
     width,
     CHUNK: tl.constexpr,
-    KIND: tl.constexpr,
-    ETA: tl.constexpr,
 ):
-    # Program (slot, chunk of the draft vocabulary).
+    # Program (slot, chunk of the draft vocabulary); `pulls` are the gradients of cross, hard and overlap.
     slot = tl.program_id(0).to(tl.int64)
     teacher_row = tl.load(teacher_row_ptr + slot)
     known = (teacher_row >= 0) & (teacher_row < teacher_rows)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = token < width
-    grad_loss = tl.where(known, tl.load(grad_loss_ptr + slot), float("nan"))
     x_q = tl.load(student_ptr + slot * width + token, mask=inside, other=-float("inf")).to(tl.float32)
-    q = tl.exp(x_q - tl.load(sums_ptr + slot * 5))
-    if KIND == "ce":
-        argmax = tl.load(sums_ptr + slot * 5 + 4).to(tl.int32, bitcast=True)
-        grad = q - tl.where(token == argmax, 1.0, 0.0)
-    else:
-        teacher = teacher_ptr + tl.where(known, teacher_row, 0) * width + token
-        p = tl.exp(tl.load(teacher, mask=inside, other=-float("inf")).to(tl.float32) - tl.load(sums_ptr + slot * 5 + 1))
-        grad = q - p
-        if KIND != "kl":
-            toward = tl.load(sums_ptr + slot * 5 + 2)
-            accept = q * (toward - tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0)))
-            if KIND == "tv":
-                grad = accept
-            else:
-                weight = tl.load(sums_ptr + slot * 5 + 3)
-                grad = weight * grad + (1.0 - weight) * accept
-    tl.store(grad_ptr + slot * width + token, (grad * grad_loss).to(grad_ptr.dtype.element_ty), mask=inside)
+    teacher = teacher_ptr + tl.where(known, teacher_row, 0) * width + token
+    x_p = tl.load(teacher, mask=inside, other=-float("inf")).to(tl.float32)
+    q = tl.exp(x_q - tl.load(kept_ptr + slot * 4))
+    p = tl.exp(x_p - tl.load(kept_ptr + slot * 4 + 1))
+    gain = tl.load(kept_ptr + slot * 4 + 2)
+    argmax = tl.load(kept_ptr + slot * 4 + 3).to(tl.int32, bitcast=True)
+    grad = tl.load(pulls_ptr + slot) * (q - p)
+    grad += tl.load(pulls_ptr + slots + slot) * (q - tl.where(token == argmax, 1.0, 0.0))
+    grad += tl.load(pulls_ptr + 2 * slots + slot) * q * (tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0)) - gain)
+    grad = tl.where(known, grad, float("nan"))
+    tl.store(grad_ptr + slot * width + token, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: every kind, bf16 and fp32 logits."""
+    """The compilations that `eyas.kernels.aot` checks: every pair of element types that training meets."""
     builds = []
-    for student, teacher in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp16")):
-        for kind in KINDS:
-            shared = {
-                "student_ptr": f"*{student}",
-                "teacher_ptr": f"*{teacher}",
-                "teacher_row_ptr": "*i64",
-                "sums_ptr": "*fp32",
-            }
-            sides = {
-                "forward": (_draft_loss_forward_kernel, {"loss_ptr": "*fp32"}),
-                "backward": (
-                    _draft_loss_backward_kernel,
-                    {"grad_loss_ptr": "*fp32", "grad_ptr": f"*{student}"},
-                ),
-            }
-            for name, (kernel, more) in sides.items():
-                pointers = {**shared, **more}
-                builds.append(
-                    KernelBuild(
-                        name=f"draft_loss {name} {kind} {student} teacher {teacher}",
-                        kernel=kernel,
-                        types={**pointers, "teacher_rows": "i32", "width": "i32"},
-                        aligned=frozenset((*pointers, "width")),
-                        constants=_constants(32000, kind),
-                        options={"num_warps": 8},
-                    )
+    for student, teacher in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
+        shared = {"student_ptr": f"*{student}", "teacher_ptr": f"*{teacher}", "teacher_row_ptr": "*i64"}
+        sides = {
+            "forward": (_draft_terms_forward_kernel, {"terms_ptr": "*fp32", "kept_ptr": "*fp32"}),
+            "backward": (
+                _draft_terms_backward_kernel,
+                {"kept_ptr": "*fp32", "pulls_ptr": "*fp32", "grad_ptr": f"*{student}"},
+            ),
+        }
+        for name, (kernel, more) in sides.items():
+            pointers = {**shared, **more}
+            builds.append(
+                KernelBuild(
+                    name=f"draft_loss {name} {student} teacher {teacher}",
+                    kernel=kernel,
+                    types={**pointers, **dict.fromkeys(("slots", "teacher_rows", "width"), "i32")},
+                    aligned=frozenset((*pointers, "width")),
+                    constants={"CHUNK": MAX_CHUNK},
+                    options={"num_warps": 8},
                 )
+            )
     return builds

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eyas.kernels.build_tree import build_tree, build_tree_reference
 from eyas.kernels.coins import coins, coins_reference
-from eyas.kernels.draft_loss import draft_loss, draft_loss_reference
+from eyas.kernels.draft_loss import LOSSES, draft_loss, draft_terms_reference
 from eyas.kernels.draft_top_k import draft_top_k, draft_top_k_reference
 from eyas.kernels.keep_path import keep_path, keep_path_reference
 from eyas.kernels.tree_attention import tree_attention, tree_attention_reference
@@ -43,6 +43,11 @@ class Shape:
     top_k: int = 10
     slots: int = 2048
     line: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
 
 
 SHAPES = (
@@ -121,8 +126,8 @@ def _tree_attention(shape: Shape, device: torch.device) -> Case:
 
     def draw() -> Inputs:
         _, parents, nodes = _trees(shape, device)
-        q = torch.randn(B, shape.heads, N, D, dtype=torch.bfloat16, device=device)
-        k, v = torch.randn(2, B, shape.kv_heads, L, D, dtype=torch.bfloat16, device=device)
+        q = torch.randn(B, shape.heads, N, D, dtype=shape.dtype, device=device)
+        k, v = torch.randn(2, B, shape.kv_heads, L, D, dtype=shape.dtype, device=device)
         prefix = torch.full((B,), shape.prefix, device=device)
         return q, k, v, prefix, nodes, pack_ancestors(ancestor_mask(parents, nodes))
 
@@ -136,7 +141,7 @@ def _tree_attention(shape: Shape, device: torch.device) -> Case:
 
     return Case(
         "tree attention",
-        2 * (2 * B * shape.kv_heads * L * D + 2 * B * shape.heads * N * D),
+        shape.itemsize * (2 * B * shape.kv_heads * L * D + 2 * B * shape.heads * N * D),
         draw,
         kernel,
         lambda *inputs: tree_attention_reference(*inputs, scale),
@@ -195,7 +200,7 @@ def _tree_sampling(shape: Shape, device: torch.device, temperature: float, top_k
 
     def draw() -> Inputs:
         tokens, parents, nodes = _trees(shape, device)
-        logits = 2 * torch.randn(shape.rows, shape.nodes, shape.vocabulary, dtype=torch.bfloat16, device=device)
+        logits = 2 * torch.randn(shape.rows, shape.nodes, shape.vocabulary, dtype=shape.dtype, device=device)
         logits[..., :8] += 8
         return logits, tokens, parents, nodes, torch.rand(tokens.shape, dtype=torch.float64, device=device)
 
@@ -207,7 +212,7 @@ def _tree_sampling(shape: Shape, device: torch.device, temperature: float, top_k
 
     return Case(
         f"sampling verification, T={temperature} top-k {top_k} top-p {top_p}",
-        2 * shape.rows * shape.nodes * shape.vocabulary,
+        shape.itemsize * shape.rows * shape.nodes * shape.vocabulary,
         draw,
         kernel,
         reference,
@@ -220,8 +225,8 @@ def _chain(shape: Shape, device: torch.device) -> Case:
     how = _sampling(shape, device, 1.0, 0, 1.0)
 
     def draw() -> Inputs:
-        target = torch.randn(B, K + 1, V, dtype=torch.bfloat16, device=device)
-        draft = target[:, :-1, :U] + 0.1 * torch.randn(B, K, U, dtype=torch.bfloat16, device=device)
+        target = torch.randn(B, K + 1, V, dtype=shape.dtype, device=device)
+        draft = target[:, :-1, :U] + 0.1 * torch.randn(B, K, U, dtype=shape.dtype, device=device)
         ids = torch.where(torch.arange(V, device=device) < U, torch.arange(V, device=device), -1)
         tokens = torch.distributions.Categorical(logits=draft.float()).sample()
         drafted = torch.full((B,), K, device=device)
@@ -241,7 +246,7 @@ def _chain(shape: Shape, device: torch.device) -> Case:
     def reference(chains: Chains, coins_BK: Tensor, bonus_coins_B: Tensor) -> Any:
         return verify_chain_reference(chains, "block", how, how, coins_BK, bonus_coins_B)
 
-    size = 2 * B * ((K + 1) * V + K * U)
+    size = shape.itemsize * B * ((K + 1) * V + K * U)
     return Case("block verification of a chain", size, draw, kernel, reference, may_differ=0.13)
 
 
@@ -250,7 +255,7 @@ def _keep_path(shape: Shape, device: torch.device) -> Case:
 
     def draw() -> Inputs:
         cache = torch.randn(
-            S, shape.rows, shape.kv_heads, shape.nodes + 16, shape.head_dim, dtype=torch.bfloat16, device=device
+            S, shape.rows, shape.kv_heads, shape.nodes + 16, shape.head_dim, dtype=shape.dtype, device=device
         )
         path = torch.full((shape.rows, shape.nodes), -1, device=device)
         path[:, : moved + 1] = torch.arange(moved + 1, device=device) * 2
@@ -265,7 +270,7 @@ def _keep_path(shape: Shape, device: torch.device) -> Case:
         keep_path_reference(cache, *path)
         return cache
 
-    size = 2 * 2 * S * shape.rows * shape.kv_heads * moved * shape.head_dim
+    size = 2 * shape.itemsize * S * shape.rows * shape.kv_heads * moved * shape.head_dim
     return Case("path compaction, all layers", size, draw, kernel, reference)
 
 
@@ -273,11 +278,11 @@ def _draft_top_k(shape: Shape, device: torch.device) -> Case:
     B, K, U = shape.rows, shape.top_k, shape.draft_vocabulary
 
     def draw() -> Inputs:
-        return (torch.randn(B, K, U, dtype=torch.bfloat16, device=device),)
+        return (torch.randn(B, K, U, dtype=shape.dtype, device=device),)
 
     return Case(
         "draft top-k",
-        2 * B * K * U,
+        shape.itemsize * B * K * U,
         draw,
         lambda logits: draft_top_k(logits, K),
         lambda logits: draft_top_k_reference(logits, K),
@@ -295,8 +300,8 @@ def _draft_loss(shape: Shape, device: torch.device, kind: str) -> Case:
     N, U = shape.slots, shape.draft_vocabulary
 
     def draw() -> Inputs:
-        teacher = 2 * torch.randn(N, U, dtype=torch.bfloat16, device=device)
-        student = (teacher + torch.randn(N, U, dtype=torch.bfloat16, device=device)).requires_grad_()
+        teacher = 2 * torch.randn(N, U, dtype=shape.dtype, device=device)
+        student = (teacher + torch.randn(N, U, dtype=shape.dtype, device=device)).requires_grad_()
         return student, teacher, torch.arange(N, device=device)
 
     def kernel(student: Tensor, teacher: Tensor, row: Tensor) -> list[Tensor]:
@@ -305,12 +310,12 @@ def _draft_loss(shape: Shape, device: torch.device, kind: str) -> Case:
 
     def reference(student: Tensor, teacher: Tensor, row: Tensor) -> list[Tensor]:
         student = student.detach().requires_grad_()
-        return _backward(lambda: draft_loss_reference(student, teacher, row, kind), student)
+        return _backward(lambda: LOSSES[kind](draft_terms_reference(student, teacher, row)), student)
 
     # Both logits are read for the loss and again for the gradient, which is written once.
     return Case(
         f"draft loss {kind}, forward and backward",
-        5 * 2 * N * U,
+        5 * shape.itemsize * N * U,
         draw,
         kernel,
         reference,
@@ -323,8 +328,8 @@ def _ttt_attention(shape: Shape, device: torch.device) -> Case:
     T, D, steps = shape.line, shape.head_dim, 3
 
     def draw() -> Inputs:
-        q = torch.randn(1, shape.heads, T, D, dtype=torch.bfloat16, device=device)
-        rest = torch.randn(2 * steps, 1, shape.kv_heads, T, D, dtype=torch.bfloat16, device=device)
+        q = torch.randn(1, shape.heads, T, D, dtype=shape.dtype, device=device)
+        rest = torch.randn(2 * steps, 1, shape.kv_heads, T, D, dtype=shape.dtype, device=device)
         return q, rest, document_spans(torch.zeros(1, T, dtype=torch.int64, device=device))
 
     def with_gradients(attend: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
@@ -335,7 +340,7 @@ def _ttt_attention(shape: Shape, device: torch.device) -> Case:
         return run
 
     # Inputs and gradients once, the output once and its gradient once; the products dominate, not the memory.
-    size = 2 * T * D * (4 * shape.heads + 4 * steps * shape.kv_heads)
+    size = shape.itemsize * T * D * (4 * shape.heads + 4 * steps * shape.kv_heads)
     return Case(
         "TTT attention, third step, forward and backward",
         size,

@@ -1,0 +1,123 @@
+"""`eyas bench kernels`: its page, its refusals, and its cases run on the CPU with every kernel in the interpreter."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyas.kernels.aot import CAPABILITIES, CompileReport
+from eyas.kernels.triton_support import interpreted
+from eyas.scripts import cli
+from eyas.scripts.bench import BENCHES, write_section
+from eyas.scripts.bench_kernels import compile_table
+from eyas.scripts.bench_kernels_cases import Case, Inputs, Shape, cases
+from eyas.scripts.bench_kernels_timing import measure, timing_table
+from eyas.train.progress import Reporter
+
+pytest.importorskip("triton")
+
+TINY = Shape(
+    "tiny",
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    layers=1,
+    vocabulary=200,
+    draft_vocabulary=130,
+    rows=2,
+    nodes=7,
+    prefix=9,
+    chain=2,
+    depth=3,
+    top_k=3,
+    slots=3,
+    line=9,
+    dtype=torch.float32,
+)
+
+
+def test_every_bench_has_a_verb() -> None:
+    for module in BENCHES.values():
+        assert callable(importlib.import_module(module).run)
+
+
+def test_sections_are_replaced_and_others_kept(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "benchmarks.md"
+    write_section(page, "a", "first a\n")
+    write_section(page, "b", "first b")
+    write_section(page, "a", "second a")
+    text = page.read_text()
+    assert text == (
+        "# Benchmarks\n\n<!-- a -->\nsecond a\n<!-- end of a -->\n\n<!-- b -->\nfirst b\n<!-- end of b -->\n"
+    )
+    assert [path.name for path in page.parent.iterdir()] == ["benchmarks.md"]
+
+
+def test_the_compile_table_shows_what_differs_between_cards() -> None:
+    reports = [CompileReport("op bf16", c, 32, 0, 1024 * (c // 10), 4) for c in CAPABILITIES]
+    reports += [CompileReport("other", c, 255, 8 * (c == 90), 0, 0) for c in CAPABILITIES]
+    table = compile_table(reports)
+    assert "| op bf16 | 32 | 0 | 8.0 / 9.0 / 10.0 | 4 |" in table
+    assert "| other | 255 | 0 / 8 / 0 | 0.0 | 0 |" in table
+    assert "2 builds for sm_80, sm_90, sm_100. 1 spill registers, 0 exceed" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "no CUDA device here: run `eyas bench kernels --compile-only`"),
+        (["--compile-only"], "TRITON_INTERPRET is set"),
+    ],
+)
+def test_what_cannot_be_done_here_is_said(
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a machine with a GPU does both")
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(sys, "argv", ["eyas", "bench", "kernels", *arguments, "--page", str(page)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert not page.exists()
+
+
+def pretend(function: object, sets: list[Inputs]) -> float:
+    """Microseconds that name themselves: one per set of inputs."""
+    return float(len(sets))
+
+
+def test_all_cases_are_right_on_a_tiny_shape() -> None:
+    device = torch.device("cpu")
+    with interpreted():
+        timings = measure(device, Reporter(quiet=True), shapes=(TINY,), timer=pretend, working_set=2**12)
+    assert [x.fault for x in timings] == [None] * len(timings)
+    assert len(timings) == len(cases(TINY, device)) == 12
+    assert all(x.kernel_us and x.floor_us and x.reference_us for x in timings)
+    table = timing_table(timings)
+    assert table.count("| tiny |") == 12
+    assert "sdpa, dense mask" in table
+    assert "tiny: build, greedy verification and compaction take" in table
+
+
+def test_a_wrong_kernel_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (greedy,) = (case for case in cases(TINY, torch.device("cpu")) if case.name == "greedy verification")
+
+    def wrong(*inputs: object) -> object:
+        result = greedy.reference(*inputs)
+        return result._replace(bonus_B=result.bonus_B + 1)
+
+    broken: Case = dataclasses.replace(greedy, kernel=wrong)
+    monkeypatch.setattr("eyas.scripts.bench_kernels_timing.cases", lambda shape, device: [broken])
+    (timing,) = measure(torch.device("cpu"), Reporter(quiet=True), shapes=(TINY,), timer=pretend, working_set=2**12)
+    assert timing.fault == "2 of 2 values differ from the reference"
+    assert timing.kernel_us is None
+    assert "wrong: 2 of 2 values differ" in timing_table([timing])
