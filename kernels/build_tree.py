@@ -195,7 +195,7 @@ def _build_tree_kernel(
     for node in range(0, num_chosen + 1):
         parent = tl.load(out_parents_ptr + root + node)
         from_W = ancestors_ptr + (root + tl.maximum(parent, 0)) * num_words + word_W
-        bits_W = tl.load(from_W, mask=in_words_W & (parent >= 0), other=0)
+        bits_W = tl.where(parent >= 0, tl.load(from_W, mask=in_words_W, other=0), 0)
         own_W = tl.where(word_W == node // WORD_BITS, one_W << (node % WORD_BITS), 0)
         tl.store(ancestors_ptr + (root + node) * num_words + word_W, bits_W | own_W, mask=in_words_W)
         tl.debug_barrier()

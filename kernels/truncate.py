@@ -156,7 +156,7 @@ def launch_truncate(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling)
                 BLOCK=BLOCK,
                 BLOCK_C=next_power_of_two(C),
                 TILE=TILE,
-                num_warps=8,
+                num_warps=4,
             )
     # The kernel leaves the kept mass of each block where its sum of exponentials was.
     return Truncated(
@@ -366,7 +366,7 @@ def aot_builds() -> list[KernelBuild]:
             },
             aligned=frozenset(("logits_ptr", *pointers, "width")),
             constants={"BLOCK": BLOCK, "BLOCK_C": blocks, "TILE": TILE},
-            options={"num_warps": 8},
+            options={"num_warps": 4},
         )
         for element in ELEMENTS.values()
         for blocks in (1, 512, 1024, 2048)

@@ -21,14 +21,14 @@ def launch_shape(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -
     block_d = max(next_power_of_two(head_dim), 16)
     exact = dtype == torch.float32
     cells = 64 * 64 if backward else 64 * 128
-    block = min(64, max(16, (cells // 2 if exact else cells) // block_d))
+    block = min(64, max(16, (cells // 4 if exact else cells) // block_d))
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_T": block,
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if exact else "tf32",
     }
-    return constants, {"num_warps": 8 if block_d >= 128 or (exact and backward) else 4, "num_stages": 2}
+    return constants, {"num_warps": 8 if block_d >= (64 if backward else 128) else 4, "num_stages": 2}
 
 
 def fold_shape(head_dim: int) -> dict[str, int]:

@@ -67,7 +67,7 @@ def test_kernel_equals_reference(
     row = torch.randint(0, 4, (slots,))
     student = (teacher[row].float() + torch.randn(slots, vocabulary)).to(dtype)
     weight = torch.randn(slots)
-    ours, truth = student.to(device).requires_grad_(), student.clone().requires_grad_()
+    ours, truth = student.to(device, copy=True).requires_grad_(), student.clone().requires_grad_()
     loss = kernel_loss(ours, teacher.to(device), row.to(device), kind)
     expected = reference_loss(truth, teacher, row, kind)
     assert loss.dtype == torch.float32
@@ -83,7 +83,7 @@ def test_all_terms_at_once_over_32000_draft_tokens(device: torch.device) -> None
     """A mix of losses is one backward pass with three pulls; teachers in fp32, the student in bf16."""
     teacher, row = 2 * torch.randn(2, 32000), torch.tensor([1, 0])
     student = (teacher[row] + torch.randn(2, 32000)).bfloat16()
-    ours, truth = student.to(device).requires_grad_(), student.clone().requires_grad_()
+    ours, truth = student.to(device, copy=True).requires_grad_(), student.clone().requires_grad_()
     terms = _DraftTerms.apply(ours, teacher.to(device), row.to(device))
     expected = draft_terms_reference(truth, teacher, row)
     for got, want in zip(terms, expected, strict=True):
@@ -99,7 +99,7 @@ def test_tokens_the_teacher_excludes_and_empty_batches(kind: str, device: torch.
     teacher = torch.full((1, 300), -torch.inf)
     teacher[0, [3, 270]] = torch.tensor([1.0, 2.0])
     row = torch.zeros(2, dtype=torch.int64)
-    ours, truth = student.to(device).requires_grad_(), student.clone().requires_grad_()
+    ours, truth = student.to(device, copy=True).requires_grad_(), student.clone().requires_grad_()
     loss = kernel_loss(ours, teacher.to(device), row.to(device), kind)
     expected = reference_loss(truth, teacher, row, kind)
     torch.testing.assert_close(loss.cpu(), expected, atol=1e-5, rtol=1e-5)

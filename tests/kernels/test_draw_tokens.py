@@ -13,7 +13,7 @@ from eyas.kernels.draw_tokens import _launch_draw_tokens, draw_tokens, draw_toke
 from eyas.kernels.truncate import Sampling, launch_truncate, probabilities_reference, truncate_reference
 
 BELOW_ONE = 1 - 2.0**-53
-# Powers of two, so that the cumulative masses are exact: 1/2, 1/4, 1/8, 1/16, 1/16.
+# Probabilities 1/2, 1/4, 1/8, 1/16, 1/16.
 DYADIC = torch.tensor([4.0, 3, 2, 1, 1]) * torch.log(torch.tensor(2.0))
 
 
@@ -38,12 +38,16 @@ DRAWS: dict[str, Callable[..., Tensor]] = {"reference": draw_tokens_reference, "
 @pytest.mark.parametrize(
     ("how", "coins", "tokens"),
     [
-        ((1.0, 0, 1.0), [0.0, 0.4999, 0.5, 0.7499, 0.75, 0.875, 0.9375, BELOW_ONE], [0, 0, 1, 1, 2, 3, 4, 4]),
+        ((1.0, 0, 1.0), [0.0, 0.4999, 0.5001, 0.7499, 0.7501, 0.8751, 0.9376, BELOW_ONE], [0, 0, 1, 1, 2, 3, 4, 4]),
         ((1.0, 2, 1.0), [0.0, 0.666, 0.667, BELOW_ONE], [0, 0, 1, 1]),
-        ((1.0, 4, 1.0), [0.0, 0.5, 0.875, 0.94, BELOW_ONE], [0, 1, 3, 4, 4]),  # both logits equal to the 4th are kept
+        (
+            (1.0, 4, 1.0),
+            [0.0, 0.5001, 0.8751, 0.9376, BELOW_ONE],
+            [0, 1, 3, 4, 4],
+        ),  # both logits equal to the 4th are kept
         ((1.0, 0, 0.5), [0.0, BELOW_ONE], [0, 0]),
         ((1.0, 0, 0.51), [0.0, 0.666, 0.667, BELOW_ONE], [0, 0, 1, 1]),
-        ((1.0, 0, 0.95), [0.9375, BELOW_ONE], [4, 4]),  # above both last tokens lie 7/8
+        ((1.0, 0, 0.95), [0.9376, BELOW_ONE], [4, 4]),  # above both last tokens lie 7/8
         ((1.0, 3, 0.6), [0.0, 0.666, 0.667, BELOW_ONE], [0, 0, 1, 1]),  # top-p of what top-k kept: 4/7 < 0.6
         ((0.5, 0, 1.0), [0.0, 0.7463, 0.7465, BELOW_ONE], [0, 0, 1, 4]),  # 256 of 256 + 64 + 16 + 4 + 4
         ((0.0, 0, 1.0), [0.0, BELOW_ONE], [0, 0]),

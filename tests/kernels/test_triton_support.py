@@ -37,3 +37,26 @@ def test_triton_needs_ampere(capability: tuple[int, int], expected: bool, monkey
 
 def test_next_power_of_two() -> None:
     assert [triton_support.next_power_of_two(value) for value in (0, 1, 2, 3, 60, 64, 65)] == [1, 1, 2, 4, 64, 64, 128]
+
+
+def test_a_gpu_without_kernels_gives_one_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_support._warn_once.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.warns(UserWarning, match=r"plain PyTorch references.*compute capability 7\.0") as caught:
+        assert [triton_support.available(torch.device("cuda", 0)) for _ in range(3)] == [False] * 3
+    assert len(caught) == 1
+    monkeypatch.setattr(triton_support, "triton", None)
+    with pytest.warns(UserWarning, match=r"pip install triton"):
+        assert not triton_support.available(torch.device("cuda", 0))
+
+
+def test_interpreted_ends_with_its_block() -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off on a machine with a GPU")
+    cpu = torch.device("cpu")
+    with pytest.raises(RuntimeError), triton_support.interpreted():
+        assert triton_support.available(cpu)
+        raise RuntimeError
+    assert not triton_support.available(cpu)
