@@ -100,8 +100,8 @@ def _launch_build_tree(
     rows, pool = tokens_BP.shape
     nodes = num_draft_tokens + 1
     words = -(-nodes // WORD_BITS)
-    shape = {"size": (rows, nodes), "dtype": torch.int64, "device": root_B.device}
-    tokens_BN, parents_BN, depths_BN = (torch.empty(**shape) for _ in range(3))
+    tokens_BN = torch.empty((rows, nodes), dtype=torch.int64, device=root_B.device)
+    parents_BN, depths_BN = torch.empty_like(tokens_BN), torch.empty_like(tokens_BN)
     scores_BN = torch.empty((rows, nodes), dtype=torch.float32, device=root_B.device)
     ancestors_BNW = torch.empty((rows, nodes, words), dtype=torch.int64, device=root_B.device)
     if rows:

@@ -103,7 +103,8 @@ class _DraftTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pulls_3N = torch.stack((grads[0], grads[2], grads[3])).float()
-        return _launch_backward(*ctx.saved_tensors, pulls_3N), None, None
+        student_NU, teacher_MU, teacher_row_N, kept_N4 = ctx.saved_tensors
+        return _launch_backward(student_NU, teacher_MU, teacher_row_N, kept_N4, pulls_3N), None, None
 
 
 def _launch_forward(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,14 +108,14 @@ def _keep_path_kernel(
     prefix = tl.load(prefix_len_ptr + row)
     accepted = tl.minimum(tl.load(num_accepted_ptr + row), num_slots - 1)
     dim_D = tl.arange(0, BLOCK_D)
-    in_head_D = dim_D < HEAD_DIM
     head_ptr = cache_ptr + buffer * stride_s + row * stride_b + kv_head * stride_g + dim_D
     for i in range(1, accepted + 1):
         source = prefix + tl.load(path_ptr + row * num_slots + i)
         is_inside = (prefix >= 0) & (source >= 0) & (source < capacity) & (prefix + i < capacity)
-        entry_D = tl.load(head_ptr + source * stride_l, mask=in_head_D & is_inside)
+        in_head_D = dim_D < tl.where(is_inside, HEAD_DIM, 0)
+        entry_D = tl.load(head_ptr + source * stride_l, mask=in_head_D)
         tl.debug_barrier()  # read by every thread before a later entry is written here
-        tl.store(head_ptr + (prefix + i) * stride_l, entry_D, mask=in_head_D & is_inside)
+        tl.store(head_ptr + (prefix + i) * stride_l, entry_D, mask=in_head_D)
 
 
 def aot_builds() -> list[KernelBuild]:

@@ -93,8 +93,9 @@ def _choose_splits(q_BHND: Tensor, k_BGLD: Tensor) -> int:
     num_rows = heads // kv_heads * nodes
     block_m = _launch_shape(head_dim, q_BHND.dtype, num_rows)[0]["BLOCK_M"]
     programs = max(rows * kv_heads * -(-num_rows // block_m), 1)
-    wanted = 2 * torch.cuda.get_device_properties(q_BHND.device).multi_processor_count // programs
-    return max(1, min(wanted, capacity // MIN_SPLIT_LENGTH))
+    on_gpu = q_BHND.device.type == "cuda"
+    processors = torch.cuda.get_device_properties(q_BHND.device).multi_processor_count if on_gpu else 1
+    return max(1, min(2 * processors // programs, capacity // MIN_SPLIT_LENGTH))
 
 
 def _launch_shape(head_dim: int, dtype: torch.dtype, num_rows: int) -> tuple[dict[str, Any], dict[str, int]]:

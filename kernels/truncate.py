@@ -181,7 +181,7 @@ def _float_of(key):
 @jit
 def _list_blocks(listed_ptr, key_C, block_C, in_row_C, least):
     # Writes the numbers of the blocks whose maximum reaches `least`, ascending; returns how many there are.
-    is_listed_C = in_row_C & (key_C >= least)
+    is_listed_C = in_row_C & (key_C >= least.to(tl.int32))
     count_C = tl.cumsum(is_listed_C.to(tl.int32), 0)
     tl.debug_barrier()  # nobody reads the previous list any more
     tl.store(listed_ptr + count_C - 1, block_C, mask=is_listed_C)
@@ -205,7 +205,7 @@ def _count_from(least, logits_ptr, listed_ptr, listed, width, BLOCK: tl.constexp
     count_TL = tl.zeros([TILE, BLOCK], tl.int32)
     for start in range(0, listed, TILE):
         logits_TL, _, inside_TL = _load_tile(logits_ptr, listed_ptr, start, listed, width, BLOCK, TILE)
-        count_TL += (inside_TL & (order_key(logits_TL) >= least)).to(tl.int32)
+        count_TL += (inside_TL & (order_key(logits_TL) >= least.to(tl.int32))).to(tl.int32)
     return tl.sum(count_TL)
 
 
@@ -215,7 +215,7 @@ def _mass_above(key, top, scale, logits_ptr, listed_ptr, listed, width, BLOCK: t
     mass_TL = tl.zeros([TILE, BLOCK], tl.float32)
     for start in range(0, listed, TILE):
         logits_TL, _, inside_TL = _load_tile(logits_ptr, listed_ptr, start, listed, width, BLOCK, TILE)
-        is_above_TL = inside_TL & (order_key(logits_TL) > key)
+        is_above_TL = inside_TL & (order_key(logits_TL) > key.to(tl.int32))
         mass_TL += tl.where(is_above_TL, tl.exp((logits_TL - top) * scale), 0.0)
     return tl.sum(mass_TL)
 
@@ -241,7 +241,7 @@ def _truncate_kernel(
     BLOCK_C: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # One program per node. Keys are int32, but are compared and halved as int64: their range is wider than int32.
+    # One program per node. Keys are int32; the bounds of a bisection are int64, so that their sum does not overflow.
     slot = tl.program_id(0).to(tl.int64)
     row = slot // num_slots
     if slot % num_slots < tl.load(num_nodes_ptr + row):
@@ -261,10 +261,10 @@ def _truncate_kernel(
         top = tl.where(usable, top, 0.0)
         sampled = temperature > 0.0
         scale = 1.0 / tl.where(sampled, temperature, 1.0)
-        key_C = order_key(max_C).to(tl.int64)
+        key_C = order_key(max_C)
         peak_C = tl.exp((max_C - top) * scale)
         mass_C = sum_C * peak_C
-        top_key = tl.max(tl.where(in_row_C, key_C, -2147483648))
+        top_key = tl.max(tl.where(in_row_C, key_C, -2147483648)).to(tl.int64)
         lowest = tl.full([], -2139095041, tl.int64)  # the key of -inf
         kept = lowest  # logits of at least this key are kept
         listed = 0
@@ -274,7 +274,7 @@ def _truncate_kernel(
             below = top_key + 1
             while below - kept > 1:
                 middle = (below + kept) >> 1
-                if tl.sum((in_row_C & (key_C >= middle)).to(tl.int32)) >= top_k:
+                if tl.sum((in_row_C & (key_C >= middle.to(tl.int32))).to(tl.int32)) >= top_k:
                     kept = middle
                 else:
                     below = middle
@@ -297,7 +297,7 @@ def _truncate_kernel(
             kept = top_key
             while kept - cut > 1:
                 middle = (kept + cut) >> 1
-                if tl.sum(tl.where(key_C > middle, peak_C, 0.0)) >= top_p * total:
+                if tl.sum(tl.where(key_C > middle.to(tl.int32), peak_C, 0.0)) >= top_p * total:
                     cut = middle
                 else:
                     kept = middle
@@ -325,7 +325,7 @@ def _truncate_kernel(
             tl.debug_barrier()
             for start in range(0, listed, TILE):
                 logits_TL, block_T, inside_TL = _load_tile(logits_ptr, listed_ptr, start, listed, width, BLOCK, TILE)
-                is_kept_TL = inside_TL & (order_key(logits_TL) >= kept)
+                is_kept_TL = inside_TL & (order_key(logits_TL) >= kept.to(tl.int32))
                 mass_T = tl.sum(tl.where(is_kept_TL, tl.exp((logits_TL - top) * scale), 0.0), 1)
                 tl.store(mass_ptr + block_T, mass_T, mask=start + tl.arange(0, TILE) < listed)
             tl.debug_barrier()

@@ -1,6 +1,6 @@
 """Attention of one training-time-test step: step-0 keys of the slot's document, and one own key per later step.
 
-    query (t, s) sees   keys (j, 0) for start_t <= j <= t     and     keys (t, 1) .. (t, s)
+    query (t, s) sees   keys (j, 0) for first_t <= j <= t     and     keys (t, 1) .. (t, s)
 
 Documents lie one after the other in a line, so what a slot sees of step 0 is a span: no mask is ever built, and whole
 blocks of keys outside the span are skipped. The span part is flash attention that also leaves the log-sum-exp; each
@@ -11,7 +11,7 @@ same way with the final log-sum-exp. Kept for backward: the output and one numbe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,31 +23,32 @@ from eyas.kernels.ttt_attention_forward import MAX_HEAD_DIM, launch_forward
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Spans(NamedTuple):
-    """int32 [B, T]: slot t sees step-0 keys start_BT .. t; its document ends before stop_BT."""
+def first_visible(document_BT: Tensor) -> Tensor:
+    """The first step-0 slot that each slot sees, int64 [B, T]: its document's first.
 
-    start_BT: Tensor
-    stop_BT: Tensor
-
-
-def document_spans(document_BT: Tensor) -> Spans:
-    """The spans of packed documents. Slots of a negative document (padding) see themselves only. Reads nothing back."""
-    B, T = document_BT.shape
-    slot_T = torch.arange(T, dtype=torch.int32, device=document_BT.device)
-    begins_BT = torch.ones((B, T), dtype=torch.bool, device=document_BT.device)
+    Documents are contiguous; padding (a document below 0) sees itself only. Reads nothing back.
+    """
+    slot_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
     begins_BT[:, 1:] = (document_BT[:, 1:] != document_BT[:, :-1]) | (document_BT[:, 1:] < 0)
-    start_BT = torch.where(begins_BT, slot_T, 0).cummax(1).values
-    next_BT = torch.full_like(start_BT, T)
-    next_BT[:, :-1] = torch.where(begins_BT[:, 1:], slot_T[1:], T)
-    return Spans(start_BT, next_BT.flip(1).cummin(1).values.flip(1))
+    return torch.where(begins_BT, slot_T, 0).cummax(1).values
 
 
-def ttt_attention(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], spans: Spans) -> Tensor:
+def _stops(first_BT: Tensor) -> Tensor:
+    """Behind the last slot that sees each step-0 slot: where the next span begins."""
+    T = first_BT.shape[1]
+    slot_T = torch.arange(T, device=first_BT.device)
+    next_BT = torch.full_like(first_BT, T)
+    next_BT[:, :-1] = torch.where(first_BT[:, 1:] == slot_T[1:], slot_T[1:], T)
+    return next_BT.flip(1).cummin(1).values.flip(1)
+
+
+def ttt_attention(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first_BT: Tensor) -> Tensor:
     """out_BHTd in q's dtype, for step s = len(keys) - 1; keys and values are [B, G, T, d], that of step 0 first.
 
-    H is a multiple of G (head h reads kv head h // (H / G)); the scale is d ** -0.5. Differentiable to q and to all
-    keys and values. dtypes: fp16, bf16, fp32, accumulated in fp32; else (fp64, head dims above 256) the reference runs.
-    Errors: ValueError.
+    first_BT comes from `first_visible`. H is a multiple of G (head h reads kv head h // (H / G)); the scale is
+    d ** -0.5. Differentiable to q and to all keys and values. dtypes: fp16, bf16, fp32, accumulated in fp32; else
+    (fp64, head dims above 256) the reference runs. Errors: ValueError.
     """
     shape = (q_BHTd.shape[0], keys[0].shape[1], *q_BHTd.shape[2:]) if keys else ()
     if not keys or len(keys) != len(values) or q_BHTd.shape[1] % keys[0].shape[1]:
@@ -63,17 +64,19 @@ def ttt_attention(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tenso
                     f"{shape} on {q_BHTd.device}, to match q {tuple(q_BHTd.shape)}"
                 )
     if available(q_BHTd.device) and q_BHTd.dtype in DTYPES and q_BHTd.shape[-1] <= MAX_HEAD_DIM:
-        return _TTTAttention.apply(q_BHTd, spans.start_BT, spans.stop_BT, *keys, *values)
-    return ttt_attention_reference(q_BHTd, keys, values, spans)
+        return _TTTAttention.apply(q_BHTd, first_BT, *keys, *values)
+    return ttt_attention_reference(q_BHTd, keys, values, first_BT)
 
 
-def ttt_attention_reference(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], spans: Spans) -> Tensor:
+def ttt_attention_reference(
+    q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first_BT: Tensor
+) -> Tensor:
     """The same as `ttt_attention`, with a dense T x T mask: the definition, and the CPU path."""
     wide = torch.float64 if q_BHTd.dtype == torch.float64 else torch.float32
     group = q_BHTd.shape[1] // keys[0].shape[1]
     T, head_dim = q_BHTd.shape[2:]
     slot_T = torch.arange(T, device=q_BHTd.device)
-    visible_BTT = (slot_T >= spans.start_BT[..., None]) & (slot_T <= slot_T[:, None])
+    visible_BTT = (slot_T >= first_BT[..., None]) & (slot_T <= slot_T[:, None])
     q = q_BHTd.to(wide) * head_dim**-0.5
     wide_keys, wide_values = ([x.to(wide).repeat_interleave(group, dim=1) for x in xs] for xs in (keys, values))
     scores = (q @ wide_keys[0].mT).masked_fill(~visible_BTT[:, None], -torch.inf)
@@ -87,23 +90,29 @@ def ttt_attention_reference(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequ
 
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, start_BT: Tensor, stop_BT: Tensor, *keys_then_values: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, first_BT: Tensor, *keys_then_values: Tensor) -> Tensor:
         half = len(keys_then_values) // 2
         q = _readable(q)
         tensors = tuple(_readable(x) for x in keys_then_values)
-        start_BT, stop_BT = start_BT.contiguous(), stop_BT.contiguous()
-        out, log_sum_BHT = launch_forward(q, tensors[:half], tensors[half:], start_BT)
-        ctx.save_for_backward(q, start_BT, stop_BT, out, log_sum_BHT, *tensors)
+        out, log_sum_BHT = launch_forward(q, tensors[:half], tensors[half:], first_BT.int().contiguous())
+        ctx.save_for_backward(q, first_BT, out, log_sum_BHT, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, start_BT, stop_BT, out, log_sum_BHT, *tensors = ctx.saved_tensors
+        q, first_BT, out, log_sum_BHT, *tensors = ctx.saved_tensors
         half = len(tensors) // 2
         dq, dkeys, dvalues = launch_backward(
-            _readable(grads[0]), out, log_sum_BHT, q, tensors[:half], tensors[half:], start_BT, stop_BT
+            _readable(grads[0]),
+            out,
+            log_sum_BHT,
+            q,
+            tensors[:half],
+            tensors[half:],
+            first_BT.int().contiguous(),
+            _stops(first_BT).int().contiguous(),
         )
-        return dq, None, None, *dkeys, *dvalues
+        return dq, None, *dkeys, *dvalues
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from eyas.kernels.keep_path import keep_path, keep_path_reference
 from eyas.kernels.tree_attention import tree_attention, tree_attention_reference
 from eyas.kernels.tree_layout import ancestor_mask, pack_ancestors, unpack_ancestors
 from eyas.kernels.truncate import Sampling
-from eyas.kernels.ttt_attention import document_spans, ttt_attention, ttt_attention_reference
+from eyas.kernels.ttt_attention import first_visible, ttt_attention, ttt_attention_reference
 from eyas.kernels.verify_chain import Chains, verify_chain, verify_chain_reference
 from eyas.kernels.verify_tree_greedy import verify_tree_greedy, verify_tree_greedy_reference
 from eyas.kernels.verify_tree_sampling import verify_tree_sampling, verify_tree_sampling_reference
@@ -144,7 +144,7 @@ def _tree_attention(shape: Shape, device: torch.device) -> Case:
         shape.itemsize * (2 * B * shape.kv_heads * L * D + 2 * B * shape.heads * N * D),
         draw,
         kernel,
-        lambda *inputs: tree_attention_reference(*inputs, scale),
+        lambda *inputs: tree_attention_reference(*inputs, scale=scale),
         tolerance=(2e-2, 2e-2),
         rivals={"sdpa, dense mask": sdpa},
     )
@@ -166,7 +166,7 @@ def _build_tree(shape: Shape, device: torch.device) -> Case:
         shape.rows * (pool * 20 + shape.nodes * 36),
         draw,
         lambda *inputs: build_tree(*inputs, num_draft_tokens=shape.nodes - 1),
-        lambda *inputs: build_tree_reference(*inputs, shape.nodes - 1),
+        lambda *inputs: build_tree_reference(*inputs, num_draft_tokens=shape.nodes - 1),
     )
 
 
@@ -330,12 +330,12 @@ def _ttt_attention(shape: Shape, device: torch.device) -> Case:
     def draw() -> Inputs:
         q = torch.randn(1, shape.heads, T, D, dtype=shape.dtype, device=device)
         rest = torch.randn(2 * steps, 1, shape.kv_heads, T, D, dtype=shape.dtype, device=device)
-        return q, rest, document_spans(torch.zeros(1, T, dtype=torch.int64, device=device))
+        return q, rest, first_visible(torch.zeros(1, T, dtype=torch.int64, device=device))
 
     def with_gradients(attend: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
-        def run(q: Tensor, rest: Tensor, spans: Any) -> list[Tensor]:
+        def run(q: Tensor, rest: Tensor, first: Tensor) -> list[Tensor]:
             leaves = [x.detach().requires_grad_() for x in (q, *rest)]
-            return _backward(lambda: attend(leaves[0], leaves[1 : steps + 1], leaves[steps + 1 :], spans), *leaves)
+            return _backward(lambda: attend(leaves[0], leaves[1 : steps + 1], leaves[steps + 1 :], first), *leaves)
 
         return run
 

@@ -43,15 +43,15 @@ def test_kernel_equals_reference(stream: int, device: torch.device) -> None:
 
 
 def test_coins_are_uniform_and_distinct_by_seed_position_and_stream(device: torch.device) -> None:
-    seeds, positions = torch.arange(100), torch.arange(2000).expand(100, -1)
+    seeds, positions = torch.arange(50), torch.arange(1000).expand(50, -1)
     drawn = _launch_coins(seeds.to(device), positions.to(device), 0).cpu()
     assert drawn.min() >= 0
     assert drawn.max() < 1
-    assert drawn.unique().numel() == 200_000
+    assert drawn.unique().numel() == 50_000
     assert stats.kstest(drawn.flatten().numpy(), "uniform").pvalue > 1e-3
     other = coins_reference(seeds, positions, 1)
     for a, b in ((drawn, other), (drawn[:-1], drawn[1:]), (drawn[:, :-1], drawn[:, 1:])):
-        assert abs(float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])) < 0.01
+        assert abs(float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])) < 0.02
 
 
 def test_the_op_says_what_is_wrong() -> None:

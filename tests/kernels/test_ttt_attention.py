@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.ttt_attention import (
-    Spans,
+    _stops,
     _TTTAttention,
-    document_spans,
+    first_visible,
     ttt_attention,
     ttt_attention_reference,
 )
@@ -31,10 +31,9 @@ def draw(T: int, heads: int, kv_heads: int, head_dim: int, steps: int, dtype: to
 
 
 def test_spans_by_hand() -> None:
-    spans = document_spans(torch.tensor([[0, 0, 1, 1, 1, 2, -1, -1], [5, 5, 5, 5, 5, 5, 5, 5]]))
-    assert spans.start_BT.tolist() == [[0, 0, 2, 2, 2, 5, 6, 7], [0] * 8]
-    assert spans.stop_BT.tolist() == [[2, 2, 5, 5, 5, 6, 7, 8], [8] * 8]
-    assert spans.start_BT.dtype == spans.stop_BT.dtype == torch.int32
+    first = first_visible(torch.tensor([[0, 0, 1, 1, 1, 2, -1, -1], [5, 5, 5, 5, 5, 5, 5, 5]]))
+    assert first.tolist() == [[0, 0, 2, 2, 2, 5, 6, 7], [0] * 8]
+    assert _stops(first).tolist() == [[2, 2, 5, 5, 5, 6, 7, 8], [8] * 8]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -44,16 +43,16 @@ def test_the_reference_is_the_training_context(steps: int) -> None:
     context = TTTContext(documents(9))
     for key, value in zip(keys, values, strict=True):
         theirs = context.attend(q, key, value)
-    ours = ttt_attention(q, keys, values, document_spans(documents(9)))
+    ours = ttt_attention(q, keys, values, first_visible(documents(9)))
     # The context's scores pass through fp32.
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_gradcheck_of_the_reference() -> None:
     leaves = draw(5, 3, 1, 2, 3, torch.float64)
-    spans = document_spans(documents(5))
+    first = first_visible(documents(5))
     assert torch.autograd.gradcheck(
-        lambda q, *rest: ttt_attention_reference(q, rest[:3], rest[3:], spans), leaves, fast_mode=True
+        lambda q, *rest: ttt_attention_reference(q, rest[:3], rest[3:], first), leaves, fast_mode=True
     )
 
 
@@ -75,9 +74,9 @@ def test_kernel_equals_reference(
 ) -> None:
     truth = draw(T, heads, kv_heads, head_dim, steps, dtype)
     ours = [x.detach().to(device).requires_grad_() for x in truth]
-    spans = document_spans(documents(T))
-    out = _TTTAttention.apply(ours[0], *(x.to(device) for x in spans), *ours[1:])
-    expected = ttt_attention_reference(truth[0], truth[1 : steps + 1], truth[steps + 1 :], spans)
+    first = first_visible(documents(T))
+    out = _TTTAttention.apply(ours[0], first.to(device), *ours[1:])
+    expected = ttt_attention_reference(truth[0], truth[1 : steps + 1], truth[steps + 1 :], first)
     atol, rtol = TOLERANCES[dtype]
     assert out.dtype == dtype
     torch.testing.assert_close(out.cpu(), expected, atol=atol, rtol=rtol)
@@ -92,12 +91,12 @@ def test_kernel_equals_reference(
 def test_strided_inputs(device: torch.device) -> None:
     """Heads beside each other in memory, as projections leave them; a gradient that is not contiguous either."""
     leaves = draw(7, 4, 2, 16, 2, torch.float32)
-    spans = document_spans(documents(7))
+    first = first_visible(documents(7))
     plain = [x.detach().clone().requires_grad_() for x in leaves]
     strided = [x.detach().transpose(1, 2).contiguous().to(device).requires_grad_() for x in leaves]
     views = [x.transpose(1, 2) for x in strided]
-    out = _TTTAttention.apply(views[0], *(x.to(device) for x in spans), *views[1:])
-    expected = ttt_attention_reference(plain[0], plain[1:3], plain[3:], spans)
+    out = _TTTAttention.apply(views[0], first.to(device), *views[1:])
+    expected = ttt_attention_reference(plain[0], plain[1:3], plain[3:], first)
     torch.testing.assert_close(out.cpu(), expected, atol=5e-6, rtol=1e-5)
     weight = torch.randn(2, 7, 4, 16)
     (out.transpose(1, 2) * weight.to(device)).sum().backward()
@@ -110,11 +109,11 @@ def test_memory_kept_for_backward_is_linear(device: torch.device) -> None:
     """Per step: the output, one number per query, and references to inputs; nothing of T x T, no copies of keys."""
     T, steps = 20, 3
     leaves = [x.detach().to(device).requires_grad_() for x in draw(T, 2, 1, 16, steps, torch.float32)]
-    spans = [x.to(device) for x in document_spans(documents(T))]
+    first = first_visible(documents(T)).to(device)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = _TTTAttention.apply(leaves[0], *spans, *leaves[1:])
-    known = {x.data_ptr() for x in (*leaves, *spans)}
+        out = _TTTAttention.apply(leaves[0], first, *leaves[1:])
+    known = {x.data_ptr() for x in (*leaves, first)}
     assert sum(x.numel() for x in kept if x.data_ptr() not in known) == out.numel() + 2 * 2 * T
 
 
@@ -130,10 +129,10 @@ def test_memory_kept_for_backward_is_linear(device: torch.device) -> None:
 )
 def test_the_op_says_what_is_wrong(change: object, message: str) -> None:
     q, *rest = draw(5, 4, 2, 8, 2, torch.float32)
-    spans = document_spans(documents(5))
-    assert ttt_attention(q, rest[:2], rest[2:], spans).shape == q.shape
+    first = first_visible(documents(5))
+    assert ttt_attention(q, rest[:2], rest[2:], first).shape == q.shape
     with pytest.raises(ValueError, match=message):
-        ttt_attention(*change(q, rest[:2], rest[2:]), Spans(*spans))
+        ttt_attention(*change(q, rest[:2], rest[2:]), first)
 
 
 @pytest.mark.gpu
@@ -143,9 +142,9 @@ def test_the_op_runs_the_kernels_on_a_gpu(head_dim: int, dtype: torch.dtype) -> 
     T, steps = 500, 4
     truth = draw(T, 8, 2, head_dim, steps, dtype)
     ours = [x.detach().cuda().requires_grad_() for x in truth]
-    spans = document_spans(documents(T))
-    out = ttt_attention(ours[0], ours[1 : steps + 1], ours[steps + 1 :], Spans(*(x.cuda() for x in spans)))
-    expected = ttt_attention_reference(truth[0], truth[1 : steps + 1], truth[steps + 1 :], spans)
+    first = first_visible(documents(T))
+    out = ttt_attention(ours[0], ours[1 : steps + 1], ours[steps + 1 :], first.cuda())
+    expected = ttt_attention_reference(truth[0], truth[1 : steps + 1], truth[steps + 1 :], first)
     atol, rtol = TOLERANCES[dtype]
     torch.testing.assert_close(out.cpu(), expected, atol=atol, rtol=rtol)
     weight = torch.randn(out.shape).to(dtype)

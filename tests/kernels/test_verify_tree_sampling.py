@@ -88,7 +88,7 @@ def test_kernel_equals_reference(
     nodes: int, vocabulary: int, random_parents: Callable[[int, int], Tensor], device: torch.device
 ) -> None:
     B = 5
-    num_nodes = torch.tensor([nodes, nodes, 1, 0, (nodes + 1) // 2])
+    num_nodes = torch.tensor([nodes, min(nodes, 6), 1, 0, (nodes + 3) // 4])
     parents = random_parents(B, nodes)
     tokens = torch.randint(0, min(vocabulary, 8), (B, nodes))
     logits = torch.randn(B, nodes, vocabulary)
@@ -147,17 +147,6 @@ def test_emitted_tokens_follow_the_target(how: tuple[float, int, float], device:
 
 def test_memory_at_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """B=32, N=64, V=128256: what the launchers allocate beside the logits, counted on tensors without storage."""
-    allocated = 0
-    for name in ("empty", "empty_like"):
-        allocate = getattr(torch, name)
-
-        def counting(*args: object, allocate: Callable[..., Tensor] = allocate, **kwargs: object) -> Tensor:
-            nonlocal allocated
-            tensor = allocate(*args, **kwargs)
-            allocated += tensor.numel() * tensor.element_size()
-            return tensor
-
-        monkeypatch.setattr(torch, name, counting)
 
     class Nothing:
         def __getitem__(self, grid: object) -> Callable[..., None]:
@@ -170,14 +159,24 @@ def test_memory_at_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
         (verify_tree_greedy, "_verify_tree_greedy_kernel"),
     ):
         monkeypatch.setattr(kernels, name, Nothing())
+    B, N, V = 32, 64, 128256
     with torch.device("meta"):
-        B, N, V = 32, 64, 128256
         logits = torch.zeros(B, N, V, dtype=torch.bfloat16)
-        ids = torch.zeros(B, N, dtype=torch.int64)
-        how = Sampling(torch.ones(B), torch.zeros(B, dtype=torch.int64), torch.ones(B))
-        _launch_verify_tree_sampling(
-            logits, ids, ids, torch.zeros(B, dtype=torch.int64), how, torch.zeros(B, N, dtype=torch.float64)
-        )
+        ids, num_nodes = torch.zeros(B, N, dtype=torch.int64), torch.zeros(B, dtype=torch.int64)
+        how, coins = Sampling(torch.ones(B), num_nodes, torch.ones(B)), torch.zeros(B, N, dtype=torch.float64)
+
+    allocated = 0
+    for name in ("empty", "empty_like"):
+        allocate = getattr(torch, name)
+
+        def counting(*args: object, allocate: Callable[..., Tensor] = allocate, **kwargs: object) -> Tensor:
+            nonlocal allocated
+            tensor = allocate(*args, **kwargs)
+            allocated += tensor.numel() * tensor.element_size()
+            return tensor
+
+        monkeypatch.setattr(torch, name, counting)
+    _launch_verify_tree_sampling(logits, ids, ids, num_nodes, how, coins)
     assert 24 * 2**20 < allocated < 64 * 2**20, f"{allocated / 2**20:.1f} MiB"
 
 
