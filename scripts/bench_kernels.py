@@ -74,9 +74,11 @@ def compile_table(reports: "list[CompileReport]") -> str:
         "",
         f"`eyas bench kernels --compile-only`, triton {triton.__version__}, torch {torch.__version__}, no GPU needed: "
         f"{len(by_build)} builds for {', '.join(f'sm_{c}' for c in CAPABILITIES)}. {spilled} spill registers, {over} "
-        "exceed the shared memory of their card. Compiled, not run: no timing has been taken on a GPU unless a section "
-        "of timings stands on this page (`eyas bench kernels` on such a machine writes it). Registers are per thread, shared memory in KiB per block, the last "
+        "exceed the shared memory of their card. Registers are per thread, shared memory in KiB per block, the last "
         "column counts tensor-core instructions in the PTX.",
+        "",
+        "These are compiled, not run: nothing has been timed on a GPU unless a section of timings stands on this page "
+        "(`eyas bench kernels` on a machine with one writes it).",
         "",
         "| build | registers | spilled bytes | shared KiB | tensor cores |",
         "|---|---|---|---|---|",
