@@ -28,6 +28,8 @@ def launch_shape(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if exact else "tf32",
     }
+    if exact and backward:
+        return constants, {"num_warps": 4, "num_stages": 1}
     return constants, {"num_warps": 8 if block_d >= (64 if backward else 128) else 4, "num_stages": 2}
 
 

@@ -134,6 +134,9 @@ def _tree_attention(shape: Shape, device: torch.device) -> Case:
     def kernel(q: Tensor, k: Tensor, v: Tensor, prefix: Tensor, nodes: Tensor, ancestors: Tensor) -> Tensor:
         return tree_attention(q, k, v, prefix_len_B=prefix, num_nodes_B=nodes, ancestors_BNW=ancestors, scale=scale)
 
+    def reference(q: Tensor, k: Tensor, v: Tensor, prefix: Tensor, nodes: Tensor, ancestors: Tensor) -> Tensor:
+        return tree_attention_reference(q, k, v, prefix, nodes, ancestors, scale)
+
     def sdpa(q: Tensor, k: Tensor, v: Tensor, prefix: Tensor, nodes: Tensor, ancestors: Tensor) -> Tensor:
         seen = torch.ones(B, 1, N, shape.prefix, dtype=torch.bool, device=device)
         mask = torch.cat((seen, unpack_ancestors(ancestors)[:, None]), dim=-1)
@@ -144,7 +147,7 @@ def _tree_attention(shape: Shape, device: torch.device) -> Case:
         shape.itemsize * (2 * B * shape.kv_heads * L * D + 2 * B * shape.heads * N * D),
         draw,
         kernel,
-        lambda *inputs: tree_attention_reference(*inputs, scale=scale),
+        reference,
         tolerance=(2e-2, 2e-2),
         rivals={"sdpa, dense mask": sdpa},
     )
@@ -161,13 +164,13 @@ def _build_tree(shape: Shape, device: torch.device) -> Case:
         tokens = torch.randint(0, shape.vocabulary, (shape.rows, pool), device=device)
         return tokens[:, 0], tokens, parents.expand(shape.rows, -1), depths, scores
 
-    return Case(
-        "tree build",
-        shape.rows * (pool * 20 + shape.nodes * 36),
-        draw,
-        lambda *inputs: build_tree(*inputs, num_draft_tokens=shape.nodes - 1),
-        lambda *inputs: build_tree_reference(*inputs, num_draft_tokens=shape.nodes - 1),
-    )
+    def kernel(root: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor) -> Any:
+        return build_tree(root, tokens, parents, depths, scores, num_draft_tokens=shape.nodes - 1)
+
+    def reference(root: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor) -> Any:
+        return build_tree_reference(root, tokens, parents, depths, scores, shape.nodes - 1)
+
+    return Case("tree build", shape.rows * (pool * 20 + shape.nodes * 36), draw, kernel, reference)
 
 
 def _coins(shape: Shape, device: torch.device) -> Case:

@@ -123,13 +123,14 @@ SETTINGS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 0.9), (1.3, 0, 0.5), (1.0, 30
 @pytest.mark.parametrize(("vocabulary", "nodes", "dtype"), SIZES)
 @pytest.mark.usefixtures("poisoned_empty")
 def test_kernels_equal_references(vocabulary: int, nodes: int, dtype: torch.dtype, device: torch.device) -> None:
-    B = len(SETTINGS)
+    settings = SETTINGS if vocabulary < 10_000 else SETTINGS[::2]
+    B = len(settings)
     logits = (torch.randn(B, nodes, vocabulary) * 3).to(dtype)
     logits[:, :, ::7] = 0.0
     logits[:, :, 3::7] = -0.0
     num_nodes = torch.full((B,), nodes)
     num_nodes[2] = nodes - 1
-    how, there = sampling(*SETTINGS), sampling(*SETTINGS, device=device)
+    how, there = sampling(*settings), sampling(*settings, device=device)
     is_node = torch.arange(nodes) < num_nodes[:, None]
     moved = (logits.to(device), num_nodes.to(device))
 

@@ -15,7 +15,7 @@ from eyas.kernels.verify_tree_sampling import verify_tree_sampling
 
 ROWS, TOP_K, VOCABULARY, HEAD_DIM, CAPACITY = 3, 3, 40, 16, 40
 POOL = TOP_K + 2 * TOP_K**2
-NODES = 12
+NODES = 8
 
 
 def inputs(device: torch.device) -> dict[str, Tensor]:

@@ -204,6 +204,8 @@ def test_kernel_equals_reference(
         torch.tensor([0, 5, 0, 50, 0, 0]),
         torch.tensor([1.0, 1, 0.9, 0.8, 1, 1]),
     )
+    if vocabulary > 10_000:  # filters that keep half of so many tokens take long in the interpreter
+        how = same(B, (1.1, 0, 1.0))
     of_draft = same(B, (0.9, 0, 1.0))
     tokens = kept[torch.distributions.Categorical(logits=draft.float() / 0.9).sample()]
     drafted = torch.tensor([chain, 1, 1, chain // 2, chain, -1])

@@ -88,7 +88,7 @@ def test_kernel_equals_reference(
     nodes: int, vocabulary: int, random_parents: Callable[[int, int], Tensor], device: torch.device
 ) -> None:
     B = 5
-    num_nodes = torch.tensor([nodes, min(nodes, 6), 1, 0, (nodes + 3) // 4])
+    num_nodes = torch.tensor([min(nodes, 21), nodes, 1, 0, min(nodes, 5)])
     parents = random_parents(B, nodes)
     tokens = torch.randint(0, min(vocabulary, 8), (B, nodes))
     logits = torch.randn(B, nodes, vocabulary)
@@ -177,7 +177,7 @@ def test_memory_at_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(torch, name, counting)
     _launch_verify_tree_sampling(logits, ids, ids, num_nodes, how, coins)
-    assert 24 * 2**20 < allocated < 64 * 2**20, f"{allocated / 2**20:.1f} MiB"
+    assert 23 * 2**20 < allocated < 64 * 2**20, f"{allocated / 2**20:.1f} MiB"
 
 
 def arguments() -> dict[str, object]:
