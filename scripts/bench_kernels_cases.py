@@ -304,7 +304,7 @@ def _draft_loss(shape: Shape, device: torch.device, kind: str) -> Case:
 
     def draw() -> Inputs:
         teacher = 2 * torch.randn(N, U, dtype=shape.dtype, device=device)
-        student = (teacher + torch.randn(N, U, dtype=shape.dtype, device=device)).requires_grad_()
+        student = teacher + torch.randn(N, U, dtype=shape.dtype, device=device)
         return student, teacher, torch.arange(N, device=device)
 
     def kernel(student: Tensor, teacher: Tensor, row: Tensor) -> list[Tensor]:
