@@ -12,13 +12,13 @@ from torch import Tensor
 
 from eyas.kernels.block_statistics import BLOCK, ELEMENTS, check_logits
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
-from eyas.kernels.truncate import Sampling, Truncated, launch_truncate, probabilities_reference
+from eyas.kernels.truncate import BatchSampling, Truncated, launch_truncate, probabilities_reference
 
 # Registers of a program: coins times blocks, and coins times the logits of a block.
 MAX_CELLS = 4096
 
 
-def draw_tokens(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling, coins_BNK: Tensor) -> Tensor:
+def draw_tokens(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: BatchSampling, coins_BNK: Tensor) -> Tensor:
     """token_BNK int64: K draws per node, -1 for nodes from num_nodes (int64) on and for nodes with NaN logits.
 
     coins_BNK: fp64 in [0, 1). logits: fp16, bf16 or fp32. Shapes and dtypes are always checked, values only on the CPU.
@@ -30,7 +30,7 @@ def draw_tokens(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling, coi
     return draw_tokens_reference(logits_BNV, num_nodes_B, sampling, coins_BNK)
 
 
-def check_draw(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling, coins_BNK: Tensor) -> None:
+def check_draw(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: BatchSampling, coins_BNK: Tensor) -> None:
     """None if the arguments of `draw_tokens` fit together; ValueError otherwise."""
     check_logits(logits_BNV)
     B, N, _ = logits_BNV.shape
@@ -56,7 +56,9 @@ def check_coins(coins: Tensor) -> None:
         raise ValueError("coins must lie in [0, 1): 1 itself would draw nothing")
 
 
-def draw_tokens_reference(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling, coins_BNK: Tensor) -> Tensor:
+def draw_tokens_reference(
+    logits_BNV: Tensor, num_nodes_B: Tensor, sampling: BatchSampling, coins_BNK: Tensor
+) -> Tensor:
     """The same as `draw_tokens`, from dense fp64 probabilities: the definition, and the CPU path."""
     token_BNK = torch.full(coins_BNK.shape, -1, device=logits_BNV.device)
     settings = zip(sampling.temperature_B.tolist(), sampling.top_k_B.tolist(), sampling.top_p_B.tolist(), strict=True)

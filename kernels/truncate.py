@@ -31,7 +31,7 @@ TILE = 8
 
 
 @dataclass(frozen=True)
-class Sampling:
+class BatchSampling:
     """How each request samples: temperature_B and top_p_B fp32, top_k_B int64; 0, 1 and 0 are greedy, all and all."""
 
     temperature_B: Tensor
@@ -106,7 +106,7 @@ def probabilities_reference(logits_RV: Tensor, temperature: float, top_k: int, t
     return logits.softmax(-1).masked_fill(bad_R1, torch.nan)
 
 
-def truncate_reference(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling) -> Truncated:
+def truncate_reference(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: BatchSampling) -> Truncated:
     """The same as `launch_truncate`, row by row from dense probabilities, padding nodes included."""
     B, N, V = logits_BNV.shape
     settings = zip(sampling.temperature_B.tolist(), sampling.top_k_B.tolist(), sampling.top_p_B.tolist(), strict=True)
@@ -124,7 +124,7 @@ def truncate_reference(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampli
     return Truncated(logits_BNV, num_nodes_B, sampling.temperature_B, top_BN, cut_BN, only_BN, total_BN, mass_BNC)
 
 
-def launch_truncate(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: Sampling) -> Truncated:
+def launch_truncate(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: BatchSampling) -> Truncated:
     """The truncated distribution of nodes 0 .. num_nodes-1 of each row."""
     logits_BNV = logits_BNV.contiguous()
     B, N, V = logits_BNV.shape

@@ -25,7 +25,7 @@ from torch import Tensor
 from eyas.kernels.block_statistics import check_logits
 from eyas.kernels.draw_tokens import check_coins, draw_reference
 from eyas.kernels.triton_support import available
-from eyas.kernels.truncate import Sampling, launch_truncate, probabilities_reference
+from eyas.kernels.truncate import BatchSampling, launch_truncate, probabilities_reference
 from eyas.kernels.verify_chain_kernels import launch_verify_chain
 
 RULES = ("token", "block")
@@ -57,8 +57,8 @@ def verify_chain(
     chains: Chains,
     *,
     rule: str,
-    target_sampling: Sampling,
-    draft_sampling: Sampling,
+    target_sampling: BatchSampling,
+    draft_sampling: BatchSampling,
     coins_BK: Tensor,
     bonus_coins_B: Tensor,
 ) -> ChainVerification:
@@ -78,8 +78,8 @@ def verify_chain(
 def verify_chain_reference(
     chains: Chains,
     rule: str,
-    target_sampling: Sampling,
-    draft_sampling: Sampling,
+    target_sampling: BatchSampling,
+    draft_sampling: BatchSampling,
     coins_BK: Tensor,
     bonus_coins_B: Tensor,
 ) -> ChainVerification:
@@ -129,8 +129,8 @@ def verify_chain_reference(
 def _launch_verify_chain(
     chains: Chains,
     rule: str,
-    target_sampling: Sampling,
-    draft_sampling: Sampling,
+    target_sampling: BatchSampling,
+    draft_sampling: BatchSampling,
     coins_BK: Tensor,
     bonus_coins_B: Tensor,
 ) -> ChainVerification:
@@ -144,15 +144,15 @@ def _launch_verify_chain(
     )
 
 
-def _settings(sampling: Sampling, row: int) -> tuple[float, int, float]:
+def _settings(sampling: BatchSampling, row: int) -> tuple[float, int, float]:
     return float(sampling.temperature_B[row]), int(sampling.top_k_B[row]), float(sampling.top_p_B[row])
 
 
 def _check(
     chains: Chains,
     rule: str,
-    target_sampling: Sampling,
-    draft_sampling: Sampling,
+    target_sampling: BatchSampling,
+    draft_sampling: BatchSampling,
     coins_BK: Tensor,
     bonus_coins_B: Tensor,
 ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from eyas.kernels.draw_tokens import _launch_draw_tokens, check_draw, draw_reference
 from eyas.kernels.tree_layout import check_trees
 from eyas.kernels.triton_support import available
-from eyas.kernels.truncate import Sampling, launch_truncate, probabilities_reference
+from eyas.kernels.truncate import BatchSampling, launch_truncate, probabilities_reference
 from eyas.kernels.verify_tree_greedy import TreeVerification, _launch_verify_tree_greedy
 
 
@@ -30,7 +30,7 @@ def verify_tree_sampling(
     parents_BN: Tensor,
     num_nodes_B: Tensor,
     *,
-    sampling: Sampling,
+    sampling: BatchSampling,
     coins_BN: Tensor,
 ) -> TreeVerification:
     """The accepted path, its length and the bonus token of each row; -1 as bonus says NaN logits or an idle row.
@@ -57,7 +57,7 @@ def verify_tree_sampling_reference(
     tokens_BN: Tensor,
     parents_BN: Tensor,
     num_nodes_B: Tensor,
-    sampling: Sampling,
+    sampling: BatchSampling,
     coins_BN: Tensor,
 ) -> TreeVerification:
     """The same as `verify_tree_sampling`, walking row by row in fp64: the definition, and the CPU path."""
@@ -88,7 +88,7 @@ def _launch_verify_tree_sampling(
     tokens_BN: Tensor,
     parents_BN: Tensor,
     num_nodes_B: Tensor,
-    sampling: Sampling,
+    sampling: BatchSampling,
     coins_BN: Tensor,
 ) -> TreeVerification:
     truncated = launch_truncate(logits_BNV, num_nodes_B, sampling)

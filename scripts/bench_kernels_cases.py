@@ -15,7 +15,7 @@ from eyas.kernels.draft_top_k import draft_top_k, draft_top_k_reference
 from eyas.kernels.keep_path import keep_path, keep_path_reference
 from eyas.kernels.tree_attention import tree_attention, tree_attention_reference
 from eyas.kernels.tree_layout import ancestor_mask, pack_ancestors, unpack_ancestors
-from eyas.kernels.truncate import Sampling
+from eyas.kernels.truncate import BatchSampling
 from eyas.kernels.ttt_attention import first_visible, ttt_attention, ttt_attention_reference
 from eyas.kernels.verify_chain import Chains, verify_chain, verify_chain_reference
 from eyas.kernels.verify_tree_greedy import verify_tree_greedy, verify_tree_greedy_reference
@@ -190,8 +190,8 @@ def _greedy(shape: Shape, device: torch.device) -> Case:
     return Case("greedy verification", size, draw, verify_tree_greedy, verify_tree_greedy_reference)
 
 
-def _sampling(shape: Shape, device: torch.device, temperature: float, top_k: int, top_p: float) -> Sampling:
-    return Sampling(
+def _sampling(shape: Shape, device: torch.device, temperature: float, top_k: int, top_p: float) -> BatchSampling:
+    return BatchSampling(
         torch.full((shape.rows,), temperature, device=device),
         torch.full((shape.rows,), top_k, device=device),
         torch.full((shape.rows,), top_p, device=device),

@@ -10,24 +10,24 @@ from torch import Tensor
 from eyas.kernels.block_statistics import block_statistics_reference, launch_block_statistics
 from eyas.kernels.coins import coins_reference
 from eyas.kernels.draw_tokens import _launch_draw_tokens, draw_tokens, draw_tokens_reference
-from eyas.kernels.truncate import Sampling, launch_truncate, probabilities_reference, truncate_reference
+from eyas.kernels.truncate import BatchSampling, launch_truncate, probabilities_reference, truncate_reference
 
 BELOW_ONE = 1 - 2.0**-53
 # Probabilities 1/2, 1/4, 1/8, 1/16, 1/16.
 DYADIC = torch.tensor([4.0, 3, 2, 1, 1]) * torch.log(torch.tensor(2.0))
 
 
-def sampling(*settings: tuple[float, int, float], device: torch.device | str = "cpu") -> Sampling:
+def sampling(*settings: tuple[float, int, float], device: torch.device | str = "cpu") -> BatchSampling:
     """The samplings of a batch from (temperature, top_k, top_p) of each row."""
     temperature, top_k, top_p = zip(*settings, strict=True)
-    return Sampling(
+    return BatchSampling(
         torch.tensor(temperature, dtype=torch.float32, device=device),
         torch.tensor(top_k, device=device),
         torch.tensor(top_p, dtype=torch.float32, device=device),
     )
 
 
-def launch(logits_BNV: Tensor, num_nodes_B: Tensor, how: Sampling, coins_BNK: Tensor, **block: int) -> Tensor:
+def launch(logits_BNV: Tensor, num_nodes_B: Tensor, how: BatchSampling, coins_BNK: Tensor, **block: int) -> Tensor:
     return _launch_draw_tokens(launch_truncate(logits_BNV, num_nodes_B, how), coins_BNK, **block)
 
 

@@ -10,7 +10,7 @@ from eyas.kernels.draft_top_k import draft_top_k
 from eyas.kernels.keep_path import keep_path
 from eyas.kernels.tree_attention import tree_attention
 from eyas.kernels.triton_support import interpreted
-from eyas.kernels.truncate import Sampling
+from eyas.kernels.truncate import BatchSampling
 from eyas.kernels.verify_tree_sampling import verify_tree_sampling
 
 ROWS, TOP_K, VOCABULARY, HEAD_DIM, CAPACITY = 3, 3, 40, 16, 40
@@ -61,7 +61,7 @@ def round_of(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
         tree.tokens_BN,
         tree.parents_BN,
         nodes,
-        sampling=Sampling(x["temperature"], x["top_k"], x["top_p"]),
+        sampling=BatchSampling(x["temperature"], x["top_k"], x["top_p"]),
         coins_BN=coins(x["seeds"], x["prefix"][:, None] + tree.depths_BN),
     )
     keep_path(x["cache"], x["prefix"], verification.path_BN, verification.num_accepted_B)

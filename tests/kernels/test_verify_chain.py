@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.kernels.truncate import Sampling
+from eyas.kernels.truncate import BatchSampling
 from eyas.kernels.verify_chain import (
     RULES,
     Chains,
@@ -20,9 +20,9 @@ VERIFIERS = {"reference": verify_chain_reference, "kernel": _launch_verify_chain
 BELOW_ONE = 1 - 2.0**-53
 
 
-def same(rows: int, how: tuple[float, int, float] = (1.0, 0, 1.0)) -> Sampling:
+def same(rows: int, how: tuple[float, int, float] = (1.0, 0, 1.0)) -> BatchSampling:
     temperature, top_k, top_p = how
-    return Sampling(torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
+    return BatchSampling(torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
 
 
 def moved(device: torch.device, *inputs: object) -> list[object]:
@@ -31,7 +31,7 @@ def moved(device: torch.device, *inputs: object) -> list[object]:
             return x.to(device)
         if isinstance(x, Chains):
             return Chains(*(move(y) for y in x))
-        return Sampling(*(move(y) for y in vars(x).values())) if isinstance(x, Sampling) else x
+        return BatchSampling(*(move(y) for y in vars(x).values())) if isinstance(x, BatchSampling) else x
 
     return [move(x) for x in inputs]
 
@@ -93,7 +93,7 @@ def test_edges(rule: str, verifier: Callable[..., ChainVerification], device: to
     tokens = torch.tensor([[5, 5]] * 6 + [[2, 1]])
     drafted = torch.tensor([-1, 0, 2, 2, 2, 2, 2])
     chains = Chains(tokens, drafted, target, draft, None)
-    how = Sampling(torch.tensor([1.0, 1, 1, 1, 1, 1, 0]), torch.tensor([0, 0, 0, 5, 0, 0, 0]), torch.ones(B))
+    how = BatchSampling(torch.tensor([1.0, 1, 1, 1, 1, 1, 0]), torch.tensor([0, 0, 0, 5, 0, 0, 0]), torch.ones(B))
     coins, half = torch.full((B, 2), 0.5, dtype=torch.float64), torch.full((B,), 0.55, dtype=torch.float64)
     accepted, bonus = run(verifier, device, chains, rule, how, same(B), coins, half)
     assert accepted[:5] == [0, 0, 2, 0, 0]
@@ -199,7 +199,7 @@ def test_kernel_equals_reference(
         ids[kept] = torch.arange(U)
     draft = (target[:, :-1, kept] + 0.3 * torch.randn(B, chain, U)).to(dtype)
     target = target.to(dtype)
-    how = Sampling(
+    how = BatchSampling(
         torch.tensor([1.0, 0.7, 1.3, 1.0, 0.0, 1.0]),
         torch.tensor([0, 5, 0, 50, 0, 0]),
         torch.tensor([1.0, 1, 0.9, 0.8, 1, 1]),

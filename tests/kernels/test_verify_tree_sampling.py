@@ -1,4 +1,4 @@
-"""Sampling verification of trees: walks worked by hand, the law of the emitted tokens, memory, malformed input."""
+"""BatchSampling verification of trees: walks worked by hand, the law of the emitted tokens, memory, malformed input."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from eyas.kernels import verify_tree_sampling as module
 from eyas.kernels.coins import coins_reference
 from eyas.kernels.draw_tokens import _launch_draw_tokens
 from eyas.kernels.triton_support import interpreted
-from eyas.kernels.truncate import Sampling, launch_truncate, probabilities_reference
+from eyas.kernels.truncate import BatchSampling, launch_truncate, probabilities_reference
 from eyas.kernels.verify_tree_greedy import TreeVerification, verify_tree_greedy_reference
 from eyas.kernels.verify_tree_sampling import (
     _launch_verify_tree_sampling,
@@ -26,9 +26,9 @@ BELOW_ONE = 1 - 2.0**-53
 TOKENS, PARENTS, DEPTHS = [9, 1, 2, 0, 3], [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2]
 
 
-def same(sampling: tuple[float, int, float], rows: int, device: torch.device | str = "cpu") -> Sampling:
+def same(sampling: tuple[float, int, float], rows: int, device: torch.device | str = "cpu") -> BatchSampling:
     temperature, top_k, top_p = sampling
-    return Sampling(
+    return BatchSampling(
         torch.full((rows,), temperature, device=device),
         torch.full((rows,), top_k, device=device),
         torch.full((rows,), top_p, device=device),
@@ -93,10 +93,10 @@ def test_kernel_equals_reference(
     tokens = torch.randint(0, min(vocabulary, 8), (B, nodes))
     logits = torch.randn(B, nodes, vocabulary)
     logits[..., :8] += 8.0  # so that walks are long whatever the vocabulary
-    how = Sampling(
+    how = BatchSampling(
         torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0]), torch.tensor([0, 0, 3, 0, 6]), torch.tensor([1.0, 1, 0.9, 1, 0.8])
     )
-    there = Sampling(*(x.to(device) for x in vars(how).values()))
+    there = BatchSampling(*(x.to(device) for x in vars(how).values()))
     coins = torch.rand(B, nodes, dtype=torch.float64)
     inputs = (logits, tokens, parents, num_nodes)
     expected = verify_tree_sampling_reference(*inputs, how, coins)
@@ -163,7 +163,7 @@ def test_memory_at_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         logits = torch.zeros(B, N, V, dtype=torch.bfloat16)
         ids, num_nodes = torch.zeros(B, N, dtype=torch.int64), torch.zeros(B, dtype=torch.int64)
-        how, coins = Sampling(torch.ones(B), num_nodes, torch.ones(B)), torch.zeros(B, N, dtype=torch.float64)
+        how, coins = BatchSampling(torch.ones(B), num_nodes, torch.ones(B)), torch.zeros(B, N, dtype=torch.float64)
 
     allocated = 0
     for name in ("empty", "empty_like"):
