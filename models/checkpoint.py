@@ -53,11 +53,15 @@ def save_head(
 
 def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> Eagle3Head:
     """Return the head of a native checkpoint; raises UserError naming every fault its files have."""
-    files = read_head_files(folder)
+    return head_from_files(read_head_files(folder), dtype=dtype, device=device)
+
+
+def head_from_files(files: HeadFiles, *, dtype: torch.dtype, device: str = "cpu") -> Eagle3Head:
+    """Return the head that native files describe; raises UserError naming every fault they have."""
     require_sound(files)
     if files.method not in HEADS:
-        raise UserError(f"{folder} holds an {files.method} head; this version decodes {', '.join(HEADS)}.")
-    head = HEADS[files.method](head_config_from_json(files.fields, where=f"{folder}/config.json"))
+        raise UserError(f"{files.where} holds an {files.method} head; this version decodes {', '.join(HEADS)}.")
+    head = HEADS[files.method](head_config_from_json(files.fields, where=f"{files.where}/config.json"))
     head.load_state_dict(files.tensors)
     return head.to(device=device, dtype=dtype).eval()
 

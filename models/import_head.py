@@ -57,6 +57,7 @@ def import_head(folder: Path, *, target: TargetFacts | None, answers: Answers) -
     inquiry = _Inquiry(list(raw.notes))
     tensors = dict(raw.tensors)
     facts = _facts(raw, target)
+    _settle_config(raw, inquiry)
     _settle_embeddings(raw, tensors, target, inquiry)
     _settle_bias(raw, tensors, inquiry)
     neutral = _neutral(raw, tensors, facts, inquiry)
@@ -94,6 +95,21 @@ def _facts(raw: RawHead, target: TargetFacts | None) -> dict[str, Any]:
     if not all(name in recorded for name in names):
         raise UserError(f"{raw.where} has no eyas.json to say what it was trained for; name its target with --target.")
     return {name: recorded[name] for name in names}
+
+
+def _settle_config(raw: RawHead, inquiry: _Inquiry) -> None:
+    """Say which fields are not taken over; raise UserError for a head of several layers."""
+    layers = raw.fields.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise UserError(
+            f"{raw.where}: num_hidden_layers is {layers}; engines disagree on the norms of later layers, and heads "
+            "here have one."
+        )
+    for name in ("bias", "attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if raw.fields.get(name):
+            inquiry.notes.append(f"{name} was true, though no such tensor is there; it is false now")
+    if "quantization_config" in raw.fields:
+        inquiry.notes.append("quantization_config was left out: the head's own weights are not quantised")
 
 
 def _settle_embeddings(raw: RawHead, tensors: dict[str, Tensor], target: TargetFacts | None, inquiry: _Inquiry) -> None:
