@@ -260,7 +260,7 @@ PASSED = {
     "aux layer ids": "the same layers in vLLM's and SGLang's numbering",
     "norm flags": "the same at the top level and in eagle_config",
     "recorded": f"{CONFIG} says what {CARD} says",
-    "tensors": "exactly those the engines read, in their shapes",
+    "tensors": "exactly those the engines read, in their shapes; the embeddings are the target's",
     "dtypes": "as written in config.json",
     "values": "all finite",
     "vocabulary map": "sorted, unique, in range, filled, d2t and t2d agree",

@@ -56,7 +56,7 @@ def drafted(target: Target, head: Eagle3Head, ids: list[int], guesses: list[int]
         found.append(logits[0])
     where = head.to_target_ids(torch.arange(head.config.draft_vocab_size))
     return [
-        torch.full((head.config.vocab_size,), -torch.inf).index_copy(0, where, torch.log_softmax(logits, -1))
+        torch.full((head.config.vocab_size,), -torch.inf).index_copy(0, where, torch.log_softmax(logits.float(), -1))
         for logits in found
     ]
 
