@@ -34,7 +34,7 @@ class Check:
 
 def check_files(files: HeadFiles) -> list[Check]:
     """Return one Check per rule of `FILE_CHECKS`, in their order; a rule whose ground is broken is skipped."""
-    checks = []
+    checks: list[Check] = []
     for name, rule in FILE_CHECKS.items():
         try:
             faults = list(rule(files))

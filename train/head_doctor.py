@@ -99,11 +99,14 @@ def _decode(files: HeadFiles, target: Target, template: ChatTemplate, reporter: 
     engine = Engine(target, head_from_files(files, dtype=torch.float32), ChainTree(DEPTH))
     stop = stop_token_ids(template, target)
     stats = AcceptanceStats(DEPTH)
-    prompts = read_prompts("bundled:eval")
+    longest = target.config.max_position_embeddings - TOKENS
+    prompts = [template.ids(list(p.messages), add_generation_prompt=True) for p in read_prompts("bundled:eval")]
+    prompts = [ids for ids in prompts if len(ids) <= longest]
+    if not prompts:
+        raise UserError(f"none of the bundled prompts fits into the target's positions with {TOKENS} new tokens.")
     chosen = prompts[:: max(1, len(prompts) // PROMPTS)][:PROMPTS]
     with reporter.bar("tok") as bar:
-        for number, prompt in enumerate(chosen, start=1):
-            ids = template.ids(list(prompt.messages), add_generation_prompt=True)
+        for number, ids in enumerate(chosen, start=1):
             generation = engine.generate(GenerationRequest(tuple(ids), TOKENS, stop))
             stats += generation.stats
             bar.update("decoding", number, len(chosen), len(generation.token_ids))

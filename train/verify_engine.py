@@ -95,7 +95,8 @@ def verify_vllm(
     chain = RecordedChain(depth)
     engine = Engine(loaded, head, chain)
     stop = stop_token_ids(ChatTemplate(load_tokenizer(target), files.card.get("template_arguments", {})), loaded)
-    stats, texts, first = AcceptanceStats(depth), [], []
+    stats, texts = AcceptanceStats(depth), []
+    first: list[list[int]] = []
     for number, prompt in enumerate(prompts):
         chain.drafts.clear()
         generation = engine.generate(GenerationRequest(tuple(prompt), max_new_tokens, stop))

@@ -237,7 +237,7 @@ def test_a_pickle_that_would_run_code_is_refused(facts: TargetFacts, tmp_path: P
 
     folder = publish(tmp_path / "head", specforge(native()[1], facts)[0], {})
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}, protocol=2))
     with pytest.raises(UserError, match="loaded without running code"):
         import_head(folder, target=facts, answers=Answers())
 
