@@ -18,7 +18,7 @@ from eyas.models.head_checks import map_faults, require_sound
 from eyas.models.head_config import HeadConfig
 from eyas.models.head_files import HeadFiles, read_head_files, write_head_files
 from eyas.models.head_json import head_config_json
-from eyas.models.head_layout import neutral_fields
+from eyas.models.head_layout import ZERO_TENSORS, expected_shapes, neutral_fields
 
 HEADS: dict[str, type[Eagle3Head]] = {"eagle3": Eagle3Head}
 
@@ -37,9 +37,12 @@ def head_files(head: Eagle3Head, *, metadata: dict[str, Any], dtype: torch.dtype
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
-    return HeadFiles(
-        head_config_json(head.config, dtype=dtype), tensors, {"head": asdict(head.config), **metadata}, "the head"
-    )
+    fields = head_config_json(head.config, dtype=dtype)
+    files = HeadFiles(fields, tensors, {"head": asdict(head.config), **metadata}, "the head")
+    for name in ZERO_TENSORS[files.method]:
+        tensors[name] = torch.zeros(expected_shapes(files.method, fields)[name], dtype=dtype)
+    require_sound(files)
+    return files
 
 
 def save_head(
@@ -47,7 +50,6 @@ def save_head(
 ) -> None:
     """Write a native checkpoint to `folder`, replacing what is there; `files` are extra texts (launch lines, card)."""
     native = head_files(head, metadata=metadata, dtype=dtype)
-    require_sound(native)
     write_head_files(folder, native, check=lambda written: load_head(written, dtype=dtype), texts=files)
 
 
@@ -62,7 +64,8 @@ def head_from_files(files: HeadFiles, *, dtype: torch.dtype, device: str = "cpu"
     if files.method not in HEADS:
         raise UserError(f"{files.where} holds an {files.method} head; this version decodes {', '.join(HEADS)}.")
     head = HEADS[files.method](head_config_from_json(files.fields, where=f"{files.where}/config.json"))
-    head.load_state_dict(files.tensors)
+    owned = {name: tensor for name, tensor in files.tensors.items() if name not in ZERO_TENSORS[files.method]}
+    head.load_state_dict(owned)
     return head.to(device=device, dtype=dtype).eval()
 
 
