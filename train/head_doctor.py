@@ -71,7 +71,8 @@ def check_head_folder(
     if sizes_differ or files.method != "eagle3":
         return HeadReport(head, target, tuple(checks), verdicts)
     layers = tuple(files.fields["eagle_aux_hidden_state_layer_ids"])
-    loaded = Target.load(target, dtype=torch.float32, aux_layers=layers)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    loaded = Target.load(target, dtype=dtype, aux_layers=layers, device=device)
     checks += check_loaded_target(files, loaded)
     acceptance: dict[str, Any] = {}
     if decode and not any(check.status == "failed" for check in checks):
@@ -96,7 +97,8 @@ def _native(folder: Path, facts: TargetFacts, answers: Answers, checks: list[Che
 
 
 def _decode(files: HeadFiles, target: Target, template: ChatTemplate, reporter: Reporter) -> AcceptanceStats:
-    engine = Engine(target, head_from_files(files, dtype=torch.float32), ChainTree(DEPTH))
+    head = head_from_files(files, dtype=target.dtype, device=str(target.device))
+    engine = Engine(target, head, ChainTree(DEPTH))
     stop = stop_token_ids(template, target)
     stats = AcceptanceStats(DEPTH)
     longest = target.config.max_position_embeddings - TOKENS

@@ -86,9 +86,19 @@ class RecordedChain:
 
 
 def verify_vllm(
-    folder: Path, target: str, python: Path, *, prompts: list[list[int]], depth: int, max_new_tokens: int
+    folder: Path,
+    target: str,
+    python: Path,
+    *,
+    prompts: list[list[int]],
+    depth: int,
+    max_new_tokens: int,
+    served: Path | None = None,
 ) -> EngineParity:
-    """Return how vLLM serves a native head compared with our chain; raises UserError when it does not start."""
+    """Return how vLLM serves a native head compared with our chain; raises UserError when it does not start.
+
+    `served` is the folder vLLM is given, where that is an export of the head and not its native folder.
+    """
     files = read_head_files(folder)
     head = head_from_files(files, dtype=torch.float32)
     loaded = Target.load(target, dtype=torch.float32, aux_layers=head.config.aux_layers)
@@ -104,7 +114,7 @@ def verify_vllm(
         texts.append(list(generation.token_ids))
         first = list(chain.drafts) if number == 0 else first
     job = {
-        "target": resolve_model(target), "head": str(folder), "method": VLLM_METHODS[files.method],
+        "target": resolve_model(target), "head": str(served or folder), "method": VLLM_METHODS[files.method],
         "num_speculative_tokens": depth, "max_model_len": max(map(len, prompts)) + max_new_tokens + depth + 1,
         "dtype": "float32", "prompts": prompts, "max_tokens": max_new_tokens,
     }  # fmt: skip
