@@ -57,6 +57,7 @@ def _metadata(files: HeadFiles, rows: list[dict[str, Any]], *, repo: str, target
             task_type="text-generation",
             dataset_type="eyas-prompts",
             dataset_name=f"{row['prompt_set']}, {row['method']}, T={row['temperature']:g}",
+            dataset_config=f"{row['prompt_set']}-{row['method']}-{row['temperature']:g}",  # else they fall into one
             metric_type="acceptance-length",
             metric_name="tau, tokens per target forward",
             metric_value=round(row["tau"], 3),

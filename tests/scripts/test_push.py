@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import LlamaForCausalLM
 
 from eyas.models.checkpoint import load_head, save_head
 from eyas.models.draft_vocabulary import DraftVocabulary
@@ -29,7 +30,17 @@ ENTRY = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    """A target that says "a" whatever it reads, so that a head that says the same is always accepted."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.zero_()
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.lm_head.weight[97, 0] = 1.0
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +92,7 @@ def test_a_head_goes_up_and_comes_down_by_its_name_and_drafts_the_same(
     assert torch.equal(load_head(folder, dtype=torch.float32).fc.weight, load_head(head, dtype=torch.float32).fc.weight)
     reports = [eyas(server, tmp_path / "home", "doctor", name, "--target", model, "--json") for name in (REPO, head)]
     taus = [json.loads(report.stdout)["acceptance"]["tau"] for report in reports]
-    assert taus[0] == taus[1] > 1.05
+    assert taus[0] == taus[1] > 5  # a chain of 5 and the bonus token, but for the last round
     for text in (pushed, there, *reports):
         assert TOKEN not in text.stdout + text.stderr
     assert not any(TOKEN.encode() in content for content in uploaded.values())
