@@ -38,6 +38,7 @@ def export(
 
 
 def _export_head(source: str, format_name: str, out: Path, target: str | None, *, as_json: bool) -> None:
+    from eyas.models.bundled import BUNDLED_TARGETS, resolve_model
     from eyas.models.export import export_head
     from eyas.models.head_files import read_head_files
     from eyas.models.hub import resolve_head
@@ -47,8 +48,9 @@ def _export_head(source: str, format_name: str, out: Path, target: str | None, *
     card = read_head_files(folder).card
     recipe = card.get("recipe", {}).get("evaluate", {})
     tree = recipe.get("tree", {})
+    named = target or card.get("target") or "TARGET"
     serving = Serving(
-        target or card.get("target") or "TARGET",
+        resolve_model(named) if named in BUNDLED_TARGETS else named,
         str(out),
         depth=recipe.get("chain", {}).get("depth", 5),
         top_k=tree.get("top_k", 8),

@@ -22,6 +22,7 @@ def push(
     as_json: JsonOption = False,
 ) -> None:
     """Check a head, write its model card and upload both; run it again after a broken connection."""
+    from eyas.models.bundled import BUNDLED_TARGETS
     from eyas.models.head_checks import require_sound
     from eyas.models.head_files import read_head_files
     from eyas.models.hub import push_folder, resolve_head
@@ -33,6 +34,8 @@ def push(
     named = target or files.card.get("target")
     if not named:
         raise UserError("this head does not say which target it is for; name it with --target.")
+    if named in BUNDLED_TARGETS:
+        raise UserError(f"{named!r} is eyas' own name for a target; give its Hub id with --target, for all others.")
     card = model_card(files, repo=repo, target=named, licence=licence)
     upload = push_folder(folder, repo, card=card, private=not public, dry_run=dry_run)
     if as_json:

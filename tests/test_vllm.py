@@ -118,25 +118,26 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("name", "fields"),
     [
-        {"aux_layers": (1, 3, 6)},
-        {"aux_layers": (0, 5, 7, 8)},
-        {"draft_vocab_size": 258},
-        {"fc_norm": True, "norm_output": True},
-        {"norm_before_fc": True},
-        {"norm_before_residual": True},
+        ("vllm", {"aux_layers": (1, 3, 6)}),
+        ("vllm", {"aux_layers": (0, 5, 7, 8)}),
+        ("vllm", {"draft_vocab_size": 258}),
+        ("vllm", {"fc_norm": True, "norm_output": True}),
+        ("vllm", {"norm_before_fc": True}),
+        ("vllm", {"norm_before_residual": True}),
+        ("speculators", {"aux_layers": (1, 3, 6)}),
     ],
     ids=[
-        "other layers",
-        "four, first and last",
+        "layers",
+        "first and last layer",
         "whole vocabulary",
         "EAGLE-3.1",
-        "norm_before_fc",
-        "norm_before_residual",
+        "before fc",
+        "before residual",
+        "speculators",
     ],
 )
-@pytest.mark.parametrize("name", ["vllm", "speculators"])
 def test_every_kind_of_head_is_drafted_alike(
     name: str, fields: dict[str, Any], odd_model: Path, tmp_path: Path
 ) -> None:

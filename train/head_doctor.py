@@ -19,6 +19,7 @@ from eyas.models.head_checks import Check, check_files
 from eyas.models.head_files import HeadFiles, read_head_files
 from eyas.models.hub import resolve_head
 from eyas.models.import_head import Answers, import_head
+from eyas.models.packed_linear import pack_linears
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.target_checks import check_loaded_target, check_target_config
 from eyas.models.target_facts import TargetFacts
@@ -98,6 +99,8 @@ def _native(folder: Path, facts: TargetFacts, answers: Answers, checks: list[Che
 
 def _decode(files: HeadFiles, target: Target, template: ChatTemplate, reporter: Reporter) -> AcceptanceStats:
     head = head_from_files(files, dtype=target.dtype, device=str(target.device))
+    target.pack(rows=DEPTH + 1)
+    pack_linears(head, rows=1)
     engine = Engine(target, head, ChainTree(DEPTH))
     stop = stop_token_ids(template, target)
     stats = AcceptanceStats(DEPTH)

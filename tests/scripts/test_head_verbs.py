@@ -109,3 +109,11 @@ def test_doctor_ends_with_1_on_a_fault_and_prints_a_table_or_json(eyas: Eyas, he
     report = json.loads(as_json.out)
     assert report["failed"] is True
     assert [verdict["engine"] for verdict in report["verdicts"]][:2] == ["vLLM", "SGLang"]
+
+
+def test_a_name_of_eyas_own_is_no_target_for_others(eyas: Eyas, tmp_path: Path) -> None:
+    head = save_native(target_and_head()[1], tmp_path / "own", target="smollm2-135m-instruct")
+    done = eyas("push", head, "--repo", "me/head", "--dry-run")
+    assert done.code == 2
+    assert "give its Hub id with --target" in done.err
+    assert eyas("push", head, "--repo", "me/head", "--dry-run", "--target", "owner/model").code == 0
