@@ -26,6 +26,13 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check a head against its engines and its target; exit code 1 when something is wrong."""
+    doctor_head(head, target, decode=decode, answers=(aux_layers, flags or [], map_kind), as_json=as_json)
+
+
+def doctor_head(
+    head: str, target: str, *, decode: bool, answers: tuple[str | None, list[str], str | None], as_json: bool
+) -> None:
+    """Run the checks of a head and print them; `answers` are the layers, flags and map as typed."""
     from transformers.utils.logging import disable_progress_bar
 
     from eyas.models.target_facts import TargetFacts
@@ -33,8 +40,8 @@ def doctor(
     from eyas.train.progress import Reporter
 
     disable_progress_bar()
-    answers = read_answers(aux_layers, flags or [], map_kind, TargetFacts.of(target).config.num_hidden_layers)
-    report = check_head_folder(head, target, decode=decode, answers=answers, reporter=Reporter(quiet=as_json))
+    given = read_answers(*answers, TargetFacts.of(target).config.num_hidden_layers)
+    report = check_head_folder(head, target, decode=decode, answers=given, reporter=Reporter(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
