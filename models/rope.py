@@ -68,7 +68,8 @@ def check_same_rope(head_rope: nn.Module, target_model: Any, config: HeadConfig)
     positions = torch.tensor([[p for p in (0, 63, 5000) if p < last] + [last]])
     probe = torch.zeros(1, 1, dtype=torch.float32)
     ours = head_rope(probe, positions)
-    theirs = target_rope(probe.to(next(target_model.parameters()).device), positions)
+    device = next(target_model.parameters()).device
+    theirs = target_rope(probe.to(device), positions.to(device))
     for name, a, b in zip(("cos", "sin"), ours, theirs, strict=True):
         if a.shape != b.shape or not torch.allclose(a, b.float().cpu(), atol=1e-5):
             raise UserError(

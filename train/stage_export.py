@@ -1,4 +1,4 @@
-"""The export stage: the best head as a cross-engine checkpoint with its launch lines and numbers."""
+"""The export stage: the best head as the native checkpoint, with launch lines, numbers and fingerprints."""
 
 from typing import Any
 
@@ -6,10 +6,15 @@ import torch
 
 from eyas.models.bundled import resolve_model
 from eyas.models.checkpoint import load_head, save_head
-from eyas.models.launch import launch_lines
+from eyas.models.engines import judge
+from eyas.models.feature_fingerprint import feature_fingerprint, fixed_prompt
+from eyas.models.head_json import head_config_json
+from eyas.models.launch import COMMANDS, Serving, launch_lines
 from eyas.models.target import load_tokenizer
+from eyas.models.target_checks import tokenizer_fingerprint
+from eyas.models.target_facts import TargetFacts
 from eyas.train.context import RunContext
-from eyas.train.stage_evaluate import versions
+from eyas.train.provenance import provenance
 
 
 def run_export(context: RunContext) -> dict[str, Any]:
@@ -18,27 +23,45 @@ def run_export(context: RunContext) -> dict[str, Any]:
     folder = context.folder.of("export")
     dtype = getattr(torch, recipe.export.dtype)
     head = load_head(context.folder.of("train") / "best", dtype=torch.float32)
-    tokenizer = load_tokenizer(recipe.target.model)
-    training = context.folder.record("train").get("result", {})
-    target = resolve_model(recipe.target.model)
     chain, tree = recipe.evaluate.chain, recipe.evaluate.tree
-    metadata = {
-        "target": recipe.target.model,
-        "target_fingerprint": context.target_fingerprint,
-        "chat_template": tokenizer.chat_template,
-        "template_arguments": recipe.target.template_arguments,
-        "coverage": training.get("coverage"),
-        "trained_length": training.get("trained_length"),
-        "acceptance": [
-            entry for entry in context.folder.record("evaluate").get("result", {}).get("results", [])
-            if entry["prompt_set"] == "all"
-        ],
-        "recipe": recipe.model_dump(mode="json"),
-        "versions": versions(),
-    }  # fmt: skip
-    lines = launch_lines(
-        target, str(folder), depth=chain.depth, top_k=tree.top_k, num_draft_tokens=tree.num_draft_tokens
-    )
-    save_head(head, folder, metadata=metadata, dtype=dtype, files={"README.md": lines})
+    target = resolve_model(recipe.target.model)
+    serving = Serving(target, str(folder), depth=chain.depth, top_k=tree.top_k, num_draft_tokens=tree.num_draft_tokens)
+    fields = head_config_json(head.config, dtype=dtype)
+    engines = tuple(name for name in COMMANDS if judge(name, fields).serves)
+    save_head(
+        head, folder, metadata=head_metadata(context), dtype=dtype,
+        files={"README.md": launch_lines(serving, engines=engines)},
+    )  # fmt: skip
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {"folder": str(folder), "bytes": size}
+
+
+def head_metadata(context: RunContext) -> dict[str, Any]:
+    """Return eyas.json's content: what the head was trained for and on, how well it drafts, where it came from."""
+    recipe = context.recipe
+    tokenizer = load_tokenizer(recipe.target.model)
+    facts = TargetFacts.of(recipe.target.model)
+    training = context.folder.record("train").get("result", {})
+    results = context.folder.record("evaluate").get("result", {}).get("results", [])
+    tapped = context.load_target(recipe.extract.dtype, tapped=True)
+    return {
+        "target": recipe.target.model,
+        "target_fingerprint": context.target_fingerprint,
+        "target_revision": getattr(facts.config, "_commit_hash", None),
+        "target_quantisation": facts.quantisation,
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "chat_template": tokenizer.chat_template,
+        "template_arguments": recipe.target.template_arguments,
+        "features": feature_fingerprint(tapped, fixed_prompt(tokenizer)),
+        "coverage": training.get("coverage"),
+        "trained_length": training.get("trained_length"),
+        "data": context.folder.record("synthesize").get("result", {}),
+        "training": {name: training[name] for name in _TRAINING if name in training},
+        "acceptance": [entry for entry in results if entry["prompt_set"] == "all"],
+        "acceptance_by_set": [entry for entry in results if entry["prompt_set"] != "all"],
+        "recipe": recipe.model_dump(mode="json"),
+        "provenance": provenance(seed=recipe.train.seed),
+    }
+
+
+_TRAINING = ("steps", "best_step", "best_validation_tau", "rows", "supervised_tokens", "head_parameters")

@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
-from eyas.models.launch import launch_lines
+from eyas.models.launch import Serving, launch_lines
 
 
 def commands(target: str, head: str) -> list[list[str]]:
     """Return the commands of the fenced blocks, split by the shell's rules."""
-    text = launch_lines(target, head, depth=5, top_k=4, num_draft_tokens=15)
+    text = launch_lines(Serving(target, head, depth=5, top_k=4, num_draft_tokens=15))
     return [shlex.split(block.replace("\\\n", " ")) for block in text.split("```")[1::2]]
 
 
@@ -38,4 +38,4 @@ def test_both_commands_name_method_paths_and_numbers(target: str, head: str) -> 
 
 
 def test_the_flag_that_vllm_removed_is_not_used() -> None:
-    assert "--speculative-model " not in launch_lines("a/b", "head", depth=5, top_k=4, num_draft_tokens=15)
+    assert "--speculative-model " not in launch_lines(Serving("a/b", "head", depth=5, top_k=4, num_draft_tokens=15))

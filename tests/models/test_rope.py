@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, LlamaModel
 
-from eyas.models.checkpoint import head_config_from_json, head_config_json
+from eyas.models.checkpoint import head_config_from_json
 from eyas.models.errors import UserError
 from eyas.models.head_config import HeadConfig, head_config_for
+from eyas.models.head_json import head_config_json
 from eyas.models.rope import build_rope, check_same_rope, rotate
 from eyas.tests.toys import tiny_config, tiny_head, tiny_target
 

@@ -1,0 +1,73 @@
+"""`eyas doctor HEAD --target MODEL`: what is wrong with a head, and which engines serve it as it was trained."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eyas.scripts.import_head import FlagOption, LayersOption, MapOption, read_answers
+from eyas.scripts.options import JsonOption
+
+if TYPE_CHECKING:
+    from eyas.train.head_doctor import HeadReport
+
+MARKS = {"ok": "ok", "failed": "FAILED", "warning": "note", "skipped": "-"}
+
+
+def doctor(
+    head: Annotated[str, typer.Argument(help="A head: a folder or a Hub id.", metavar="HEAD")],
+    target: Annotated[
+        str, typer.Option("--target", help="The target it drafts for: a folder, bundled name or Hub id.")
+    ],
+    decode: Annotated[bool, typer.Option(help="Decode 20 prompts and compare the acceptance.")] = True,
+    aux_layers: LayersOption = None,
+    flags: FlagOption = None,
+    map_kind: MapOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a head against its engines and its target; exit code 1 when something is wrong."""
+    doctor_head(head, target, decode=decode, answers=(aux_layers, flags or [], map_kind), as_json=as_json)
+
+
+def doctor_head(
+    head: str, target: str, *, decode: bool, answers: tuple[str | None, list[str], str | None], as_json: bool
+) -> None:
+    """Run the checks of a head and print them; `answers` are the layers, flags and map as typed."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from eyas.models.target_facts import TargetFacts
+    from eyas.train.head_doctor import check_head_folder
+    from eyas.train.progress import Reporter
+
+    disable_progress_bar()
+    given = read_answers(*answers, TargetFacts.of(target).config.num_hidden_layers)
+    report = check_head_folder(head, target, decode=decode, answers=given, reporter=Reporter(quiet=as_json))
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        print_report(report)
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def print_report(report: "HeadReport") -> None:
+    """Print the findings and the verdict of every engine."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    findings = Table("check", "", "finding", box=box.SIMPLE)
+    for check in report.checks:
+        findings.add_row(check.name, MARKS[check.status], check.detail.replace("[", "\\["))
+    console.print(findings)
+    if report.verdicts:
+        engines = Table("engine", "version read", "run there", "serves it", "reads layers", "why not", box=box.SIMPLE)
+        for verdict in report.verdicts:
+            engines.add_row(
+                verdict.engine, verdict.version, "yes" if verdict.tried else "no", "yes" if verdict.serves else "NO",
+                ", ".join(map(str, verdict.layers)), "; ".join(verdict.reasons).replace("[", "\\["),
+            )  # fmt: skip
+        console.print(engines)
+    failed = sum(check.status == "failed" for check in report.checks)
+    console.print(f"{report.head}: {f'{failed} of {len(report.checks)} checks failed' if failed else 'sound'}")
