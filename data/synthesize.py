@@ -76,7 +76,9 @@ def synthesize(
     )
     stop_ids = stop_token_ids(template, target)
     longest = min(plan.max_prompt_tokens, decoder.capacity - plan.max_reply_tokens)
-    self_validation, given_validation = _validation_shares(plan, len(prompts))
+    self_validation, given_validation = validation_shares(
+        validation=plan.validation, self_prompts=plan.self_prompts, given=len(prompts)
+    )
     given = given_questions(template, prompts, validation=given_validation)
     _check_given(given, longest, plan, target)
     held_back = plan.self_heldout + self_validation
@@ -136,10 +138,13 @@ def _self_prompts(
     return _decode_all(decoder, template, pairs, folder / "prompts", plan.rows_per_part, "writing prompts", progress)
 
 
-def _validation_shares(plan: SynthesisPlan, given: int) -> tuple[int, int]:
-    """Return how many validation prompts are self-written and how many come from the given ones."""
-    of_self = plan.validation if not given else plan.validation // 2 if plan.self_prompts else 0
-    of_given = plan.validation - of_self
+def validation_shares(*, validation: int, self_prompts: int, given: int) -> tuple[int, int]:
+    """Return how many validation prompts are self-written and how many come from the `given` ones.
+
+    Raises UserError when those are too few.
+    """
+    of_self = validation if not given else validation // 2 if self_prompts else 0
+    of_given = validation - of_self
     if of_given >= max(1, given) and of_given:
         raise UserError(
             f"{given} given prompts are too few to keep {of_given} for validation; give more prompts or lower "

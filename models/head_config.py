@@ -90,7 +90,7 @@ def check_aux_layers(aux_layers: tuple[int, ...], *, num_layers: int) -> None:
         )
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _inherited(config: PreTrainedConfig, *names: str) -> Any:
@@ -121,7 +121,7 @@ def head_config_for(
     `intermediate_size` defaults to the target's; MoE targets must state it, because theirs is the width per expert.
     """
     config = target.get_text_config()
-    is_moe = any(getattr(config, name, None) for name in _EXPERT_COUNTS)
+    is_moe = any(getattr(config, name, None) for name in EXPERT_COUNTS)
     if intermediate_size is None and is_moe:
         raise UserError(
             f"target {config.model_type} is a mixture of experts: its intermediate_size is per expert, too narrow for "

@@ -1,11 +1,14 @@
-"""The `eyas` command: one verb per file, parse and call. Errors of the user are one sentence and exit code 2."""
+"""The `eyas` command: one verb per file, parse and call. Errors of the user are one sentence and exit code 2.
+
+A check that came out badly has exit code 1.
+"""
 
 import sys
 
 import typer
 
-from eyas.models.errors import UserError
-from eyas.scripts import doctor_head, export, import_head, push, run, verify_engine
+from eyas.models.errors import CheckFailed, UserError
+from eyas.scripts import doctor, export, import_head, plan, push, run, verify_engine
 from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -19,9 +22,10 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 add_stage_verbs(app)
+app.command("plan")(plan.plan)
 app.command("export")(export.export)
 app.command("import")(import_head.import_verb)
-app.command("doctor")(doctor_head.doctor)
+app.command("doctor")(doctor.doctor)
 app.command("push")(push.push)
 app.command("verify-engine")(verify_engine.verify_engine)
 add_bench_verbs(app)
@@ -31,11 +35,11 @@ def main() -> None:
     """Run the command line."""
     try:
         app(prog_name="eyas")
-    except UserError as error:
+    except (UserError, CheckFailed) as error:
         from eyas.train.progress import Reporter
 
         Reporter().error(str(error))
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except FloatingPointError as error:
         from eyas.train.progress import Reporter
 

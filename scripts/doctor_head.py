@@ -1,32 +1,16 @@
-"""`eyas doctor HEAD --target MODEL`: what is wrong with a head, and which engines serve it as it was trained."""
+"""What `eyas doctor HEAD --target MODEL` prints: what is wrong with a head, and which engines serve it as trained."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from eyas.scripts.import_head import FlagOption, LayersOption, MapOption, read_answers
-from eyas.scripts.options import JsonOption
+from eyas.scripts.import_head import read_answers
 
 if TYPE_CHECKING:
     from eyas.train.head_doctor import HeadReport
 
 MARKS = {"ok": "ok", "failed": "FAILED", "warning": "note", "skipped": "-"}
-
-
-def doctor(
-    head: Annotated[str, typer.Argument(help="A head: a folder or a Hub id.", metavar="HEAD")],
-    target: Annotated[
-        str, typer.Option("--target", help="The target it drafts for: a folder, bundled name or Hub id.")
-    ],
-    decode: Annotated[bool, typer.Option(help="Decode 20 prompts and compare the acceptance.")] = True,
-    aux_layers: LayersOption = None,
-    flags: FlagOption = None,
-    map_kind: MapOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Check a head against its engines and its target; exit code 1 when something is wrong."""
-    doctor_head(head, target, decode=decode, answers=(aux_layers, flags or [], map_kind), as_json=as_json)
 
 
 def doctor_head(

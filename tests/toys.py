@@ -100,11 +100,14 @@ def byte_tokenizer(
     return fast
 
 
-def save_tiny_model(folder: Path, *, seed: int = 0, layers: int = 8, **fields: object) -> Path:
+def save_tiny_model(
+    folder: Path, *, seed: int = 0, layers: int = 8, vocab_size: int | None = None, **fields: object
+) -> Path:
     """Save a tiny chat model (weights, config, byte tokenizer) as a normal model folder and return it."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
-    config = tiny_config(vocab_size=len(tokenizer), layers=layers, eos_token_id=tokenizer.eos_token_id, **fields)
+    vocab_size = vocab_size or len(tokenizer)
+    config = tiny_config(vocab_size=vocab_size, layers=layers, eos_token_id=tokenizer.eos_token_id, **fields)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -6,7 +6,7 @@ those after it, and nothing else.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -56,12 +56,28 @@ class SynthesizeSection(Section):
 
 
 class ExtractSection(Section):
-    """How features are computed and stored."""
+    """How features are computed and stored.
 
+    `backend` vllm serves the target from vLLM, in the environment whose interpreter `vllm_python` names, on
+    `vllm_tensor_parallel` devices: for targets that need an engine.
+    """
+
+    backend: Literal["hf", "vllm"] = "hf"
+    vllm_python: str | None = None
+    vllm_tensor_parallel: Positive = 1
     tokens_per_batch: Positive = 4096
     rows_per_shard: Positive = 128
     dtype: Dtype = "bfloat16"
     state_dtype: Dtype = "bfloat16"
+
+    @model_validator(mode="after")
+    def _has_an_interpreter(self) -> "ExtractSection":
+        if self.backend == "vllm" and self.vllm_python is None:
+            raise ValueError(
+                "extract.backend vllm needs extract.vllm_python: the interpreter of an environment with vLLM (on a CPU "
+                "scripts/vllm_cpu_env.sh builds one)"
+            )
+        return self
 
 
 class HeadSection(Section):
@@ -151,6 +167,18 @@ class ExportSection(Section):
     dtype: Dtype = "bfloat16"
 
 
+class PlanSection(Section):
+    """What a run may use and what its plan assumes; no stage depends on it.
+
+    `disk` and `memory` are bytes ("20GB" works too), by default what the machine has free. `reply_tokens` is the mean
+    length of a reply to expect, by default the limit, so that a plan is an upper bound until the corpus is there.
+    """
+
+    disk: ByteSize | None = None
+    memory: ByteSize | None = None
+    reply_tokens: Positive | None = None
+
+
 class Recipe(Section):
     """One run."""
 
@@ -162,6 +190,7 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
     export: ExportSection = ExportSection()
+    plan: PlanSection = PlanSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":

@@ -7,6 +7,7 @@ import torch
 from eyas.data.corpus import load_corpus
 from eyas.data.extract import ExtractionPlan, extract
 from eyas.train.context import RunContext
+from eyas.train.extraction_target import extraction_target
 
 
 def run_extract(context: RunContext) -> dict[str, Any]:
@@ -20,8 +21,7 @@ def run_extract(context: RunContext) -> dict[str, Any]:
         rows_per_shard=section.rows_per_shard,
         state_dtype=getattr(torch, section.state_dtype),
     )
-    target = context.load_target(section.dtype, tapped=True)
-    with context.reporter.bar("tok") as bar:
+    with extraction_target(context) as target, context.reporter.bar("tok") as bar:
         store = extract(
             target,
             [(row.id, row.example()) for row in rows if row.split != "heldout"],

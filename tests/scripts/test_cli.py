@@ -15,8 +15,9 @@ from eyas.scripts import cli
 from eyas.tests.toys import save_tiny_model
 from eyas.tests.train.tiny_run import write_recipe
 from eyas.train import __main__ as train_main
-from eyas.train import pipeline
+from eyas.train import machine, pipeline
 from eyas.train.context import RunContext
+from eyas.train.machine import Speed
 from eyas.train.run_folder import STAGES
 
 
@@ -74,6 +75,13 @@ def short_stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(pipeline, "_stage", stage)
     return ran
+
+
+@pytest.fixture
+def quick_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep the measurement of the machine short and out of the user's cache."""
+    monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(machine, "measure", lambda device: Speed(1e11, 2e11, 1e10, 1e-6))
 
 
 def refused(outcome: Outcome) -> str:
@@ -223,3 +231,46 @@ def test_a_real_command_line_ends_with_exit_code_2_and_no_traceback(recipe: Path
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: aux layer 9 is out of range")
+
+
+def test_a_plan_is_printed_before_anything_is_loaded(eyas: Eyas, recipe: Path, quick_speed: None) -> None:
+    outcome = eyas("plan", recipe)
+    assert outcome.code == 0
+    for stage in STAGES:
+        assert f"│ {stage}" in outcome.out
+    assert "corpus: at most 14 rows" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("fits: ")
+    assert not Path("runs").exists()
+
+
+def test_a_plan_that_does_not_fit_has_exit_code_1_and_says_what_would(
+    eyas: Eyas, recipe: Path, quick_speed: None
+) -> None:
+    outcome = eyas("plan", recipe, "--disk", "1MB", "--json")
+    assert outcome.code == 1
+    made = json.loads(outcome.out)
+    assert (made["fits"], made["disk_limit_bytes"]) == (False, 1_000_000)
+    assert "more on disk" in made["refusals"][0]
+    assert set(made["stages"]) == set(STAGES)
+    assert "but 1.0 MB may be used" in eyas("run", recipe, "--set", "plan.disk=1MB").err
+    assert eyas("run", recipe, "--set", "plan.disk=1MB").code == 1
+
+
+def test_a_limit_that_is_no_size_is_bad_usage(eyas: Eyas, recipe: Path) -> None:
+    assert "plan.disk" in refused(eyas("plan", recipe, "--disk", "much"))
+
+
+def test_doctor_checks_a_recipe_and_fails_with_exit_code_1(eyas: Eyas, recipe: Path) -> None:
+    outcome = eyas("doctor", recipe)
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[-1] == "ready"
+    assert "tokens that are trained in" in outcome.out
+    outcome = eyas("doctor", recipe, "--set", "head.aux_layers=[9]", "--json")
+    assert outcome.code == 1
+    found = json.loads(outcome.out)
+    assert (found["ok"], found["preview"]) == (False, None)
+    assert found["checks"][0]["verdict"] == "failed"
+
+
+def test_doctor_takes_recipes_only(eyas: Eyas, model: Path) -> None:
+    assert "is a model folder; eyas doctor takes a recipe" in refused(eyas("doctor", model))

@@ -1,0 +1,77 @@
+"""Bytes that every stage leaves on disk."""
+
+from collections.abc import Callable
+
+from eyas.models.size import DTYPE_BYTES
+from eyas.train.plan_facts import Facts
+from eyas.train.training_state import KEEP
+
+CORPUS_ROW, CORPUS_TOKEN = 220, 9.0  # a JSON line: its keys and ids; a token as a number and as text
+SHARD_ROW, SHARD_TOKEN = 40, 9  # a row's id, length and hash; a token's id, mask and argmax
+MEASUREMENT, MEASURED_TOKEN = 560, 14  # a line of measurements.jsonl
+REPORT, REPORT_MEASUREMENT = 260_000, 950  # report.html with its plots, report.json and acceptance.png
+METRICS_STEP, CURVES = 205, 50_000  # a line of metrics.jsonl; curves.png
+STATE_FRAME, HEAD_FRAME = 16_000, 4_000  # what a checkpoint and a head's folder hold besides tensors
+
+
+def synthesize_bytes(facts: Facts) -> int:
+    """Return the bytes of the corpus: parts while it is written, then one file of the same rows, and the user turns
+    that the target wrote.
+    """
+    counts, section = facts.counts, facts.recipe.synthesize
+    rows = 2 * (CORPUS_ROW * counts.rows + CORPUS_TOKEN * counts.tokens)
+    return round(rows + counts.self_prompts_asked * (CORPUS_ROW + CORPUS_TOKEN * section.self_prompt_tokens))
+
+
+def extract_bytes(facts: Facts) -> int:
+    """Return the bytes of the feature store: per token the aux states and the final state, ids, mask and argmax."""
+    counts, size = facts.counts, DTYPE_BYTES[facts.recipe.extract.state_dtype]
+    states = facts.head_config.aux_width + facts.target.hidden_size
+    return counts.stored_tokens * (states * size + SHARD_TOKEN) + counts.stored_rows * SHARD_ROW
+
+
+def state_bytes(facts: Facts) -> int:
+    """Return the bytes of one training checkpoint: fp32 weights, moments and averaged weights."""
+    numbers = facts.head.parameters + facts.moments + facts.averaged
+    return 4 * numbers + facts.vocabulary_map + STATE_FRAME
+
+
+def train_bytes(facts: Facts) -> int:
+    """Return the bytes of the checkpoints kept, the best head, the metrics and their curves."""
+    best = 4 * facts.head.parameters + facts.vocabulary_map + HEAD_FRAME
+    return KEEP * state_bytes(facts) + best + METRICS_STEP * facts.steps + CURVES
+
+
+def measurements(facts: Facts) -> int:
+    """Return how many prompt-method-temperature combinations are decoded."""
+    section = facts.recipe.evaluate
+    hot = min(facts.evaluation_prompts, section.sampled_prompts * facts.evaluation_sets)
+    return 3 * sum(facts.evaluation_prompts if t == 0 else hot for t in section.temperatures)
+
+
+def evaluate_bytes(facts: Facts) -> int:
+    """Return the bytes of the measurements and the report."""
+    count = measurements(facts)
+    line = MEASUREMENT + MEASURED_TOKEN * facts.recipe.evaluate.max_new_tokens
+    return REPORT + count * (line + REPORT_MEASUREMENT)
+
+
+def export_bytes(facts: Facts) -> int:
+    """Return the bytes of the exported head."""
+    return DTYPE_BYTES[facts.recipe.export.dtype] * facts.head.parameters + facts.vocabulary_map + 2 * HEAD_FRAME
+
+
+DISK: dict[str, Callable[[Facts], int]] = {
+    "synthesize": synthesize_bytes,
+    "extract": extract_bytes,
+    "train": train_bytes,
+    "evaluate": evaluate_bytes,
+    "export": export_bytes,
+}
+
+
+def in_flight_bytes(facts: Facts) -> int:
+    """Return what a run needs for a moment besides: a checkpoint is whole under a temporary name before one is
+    deleted, and so is the best head.
+    """
+    return state_bytes(facts) + 4 * facts.head.parameters

@@ -1,0 +1,158 @@
+"""Peak memory of every stage, as named terms.
+
+Derived from what the code keeps alive, and checked against measured peaks (tests/train/test_plan_measured.py). A stage
+loads weights first and works then: its peak is the larger of the two. Memory-mapped files (the target's weights while
+they are read, feature shards) count as resident while they are used but can be dropped by the system, so they are named
+apart and need not fit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eyas.models.size import DTYPE_BYTES
+from eyas.models.target import CHECKED_TOKENS
+from eyas.train.plan_disk import extract_bytes
+from eyas.train.plan_facts import Facts
+
+VALIDATION_TOKENS = 2048  # of a batch of held-out rows (train/validation.py)
+ARGMAX_CHUNK = 256  # positions whose full logits are there at once (data/extract.py)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a stage: bytes by what they hold, and bytes of mapped files."""
+
+    terms: dict[str, int]
+    mapped: int = 0
+
+    @property
+    def needed(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def peak(self) -> int:
+        return self.needed + self.mapped
+
+
+def loading(facts: Facts, dtype: str) -> Phase:
+    """Return the phase in which the target's weights are read from their mapped files into a dtype."""
+    weights = DTYPE_BYTES[dtype] * facts.target.parameters
+    mapped = facts.weight_file or weights if facts.maps else 0
+    return Phase({"process": facts.base, "target weights": weights}, mapped)
+
+
+def synthesize_phases(facts: Facts) -> list[Phase]:
+    """Weights, the head's packed copy, the KV cache, one step's logits as drawn from, one layer's keys in full."""
+    section, target = facts.recipe.synthesize, facts.target
+    size = DTYPE_BYTES[section.dtype]
+    capacity = section.max_prompt_tokens + max(section.max_reply_tokens, section.self_prompt_tokens)
+    given = max(facts.lengths.given, default=0)
+    written = facts.lengths.frame + section.self_prompt_tokens if facts.counts.self_prompts_asked else 0
+    prefill = min(section.batch, facts.counts.rows) * max(given, written)
+    hot = [style.top_k for style in (*section.answers, *section.self_answers) if style.temperature > 0]
+    drawing = 28 if 0 in hot else 8 if hot or facts.counts.self_prompts_asked else 0  # bytes per logit to draw from
+    work = {
+        "process": facts.base,
+        "target weights": size * (target.parameters + target.embedding),
+        "KV cache": size * section.batch * capacity * target.kv_per_token,
+        "logits": section.batch * target.vocab_size * (size + drawing),
+        "activations": size * prefill * (6 * target.hidden_size + 3 * target.mlp_width)
+        + size * section.batch * capacity * 2 * target.heads * target.head_dim,
+    }
+    return [loading(facts, section.dtype), Phase(work)]
+
+
+def extract_phases(facts: Facts) -> list[Phase]:
+    """Weights, one batch's states and activations, one shard's rows and their copy in the store's dtype."""
+    section, target, counts = facts.recipe.extract, facts.target, facts.counts
+    size, stored = DTYPE_BYTES[section.dtype], DTYPE_BYTES[section.state_dtype]
+    states = facts.head_config.aux_width + target.hidden_size
+    longest = min(counts.longest_row, facts.recipe.train.line_length)
+    batch = max(section.tokens_per_batch, longest)
+    shard = min(section.rows_per_shard, counts.stored_rows) * counts.stored_tokens // max(1, counts.stored_rows)
+    weights = size * target.parameters
+    work = {
+        "process": facts.base,
+        "target weights": weights,
+        "activations": size * batch * (2 * states + 6 * target.hidden_size + 3 * target.mlp_width),
+        "logits": size * ARGMAX_CHUNK * target.vocab_size,
+        "shard": shard * states * (size + stored),
+    }
+    check = {
+        "process": facts.base,
+        "target weights": weights,
+        "logits": 4 * 4 * CHECKED_TOKENS * target.vocab_size,  # the model's own and rebuilt ones, their difference
+    }
+    return [loading(facts, section.dtype), Phase(work), Phase(check)]
+
+
+def train_phases(facts: Facts) -> list[Phase]:
+    """The head with gradients and moments, the embedding and teacher rows it borrows, and what one batch keeps.
+
+    Per TTT step the backward pass needs the attention weights of all line positions (twice: in fp32 and as multiplied),
+    and for each supervised slot the draft distribution and the teacher's.
+    """
+    section, target, config = facts.recipe.train, facts.target, facts.head_config
+    head = 4 * facts.head.parameters
+    learning = 4 * (facts.trained + facts.moments + 2 * facts.averaged)  # averaged weights are swapped in to validate
+    borrowed = 4 * (target.embedding + config.draft_vocab_size * config.hidden_size)
+    compute = 2 if section.precision == "bf16" else 4
+    line = max(section.line_length, 1) if section.batching == "packed" else facts.counts.longest_row
+    tokens = section.lines_per_batch * line
+    replies = facts.counts.stored_reply_tokens / max(1, facts.counts.stored_tokens)
+    slots, U = round(tokens * replies), config.draft_vocab_size
+    width = config.num_attention_heads * config.head_dim
+    per_token = compute * (14 * config.hidden_size + 8 * width + 4 * config.intermediate_size) + 8 * config.hidden_size
+    scores = config.num_attention_heads * tokens * line
+    work = {
+        "process": facts.base,
+        "head, gradients, moments": head + learning,
+        "weights in compute precision": compute * facts.head.parameters if compute == 2 else 0,
+        "embedding and teacher": borrowed,
+        "batch": 4 * tokens * (config.aux_width + target.hidden_size),
+        "activations": section.ttt_steps * tokens * per_token,
+        "attention": scores * ((section.ttt_steps - 1) * (6 if compute == 2 else 4) + 12),
+        "distributions": slots * U * (4 + 8 * section.ttt_steps + 12),
+    }
+    held_out = min(VALIDATION_TOKENS, facts.counts.validation_rows * facts.counts.longest_row)
+    validation = {
+        "process": facts.base,
+        "head, gradients, moments": head + learning,
+        "embedding and teacher": borrowed,
+        "batch": 4 * held_out * (config.aux_width + target.hidden_size),
+        "activations": 2 * held_out * per_token,
+        "attention": 12 * config.num_attention_heads * held_out * facts.counts.longest_row,
+        "distributions": compute * held_out * U,
+    }
+    features = extract_bytes(facts) if facts.maps else 0
+    return [loading(facts, "float32"), Phase(work, features), Phase(validation, features)]
+
+
+def evaluate_phases(facts: Facts) -> list[Phase]:
+    """Weights and the head's packed copy, the draft head with its packed copy, and a KV cache of one row."""
+    section, target = facts.recipe.evaluate, facts.target
+    size = DTYPE_BYTES[section.dtype]
+    capacity = facts.recipe.synthesize.max_prompt_tokens + section.max_new_tokens + section.tree.num_draft_tokens + 1
+    work = {
+        "process": facts.base,
+        "target weights": size * (target.parameters + target.embedding),
+        "draft head": 8 * facts.head.parameters,
+        "KV cache": size * capacity * target.kv_per_token,
+        "logits": 4 * 4 * CHECKED_TOKENS * target.vocab_size,  # of the check on the first prompt
+    }
+    return [loading(facts, section.dtype), Phase(work)]
+
+
+def export_phases(facts: Facts) -> list[Phase]:
+    """The head in fp32 as loaded, and once more as written and read back."""
+    size = DTYPE_BYTES[facts.recipe.export.dtype]
+    return [Phase({"process": facts.base, "draft head": (8 + 3 * size) * facts.head.parameters})]
+
+
+MEMORY: dict[str, Callable[[Facts], list[Phase]]] = {
+    "synthesize": synthesize_phases,
+    "extract": extract_phases,
+    "train": train_phases,
+    "evaluate": evaluate_phases,
+    "export": export_phases,
+}

@@ -1,0 +1,111 @@
+"""Seconds of every stage, from the measured speed of the machine.
+
+A forward pass of n tokens takes the longer of computing (2 * active parameters * n / FLOP/s) and streaming the weights
+(bytes / bandwidth), and its layers' small operations one after the other. What stands beside the products in a layer
+(norms, rotations, softmax, copies) makes them reach a share of the machine's speed: EFFICIENCY, found on the quickstart
+(docs/log.md). Take the result as right within a factor of two.
+"""
+
+from collections.abc import Callable
+
+from eyas.models.size import DTYPE_BYTES
+from eyas.train.machine import Speed
+from eyas.train.plan_disk import extract_bytes, measurements, train_bytes
+from eyas.train.plan_facts import Facts
+
+EFFICIENCY = 0.5
+OPERATIONS_PER_LAYER = 90
+ASSUMED_TAU = 1.5  # until a head is trained
+
+
+def forward_seconds(facts: Facts, speed: Speed, *, tokens: int, dtype: str, kv_tokens: int = 0) -> float:
+    """Return the seconds of one target forward over `tokens`, reading `kv_tokens` cached ones in all."""
+    target, size = facts.target, DTYPE_BYTES[dtype]
+    compute = 2 * target.active * tokens / (speed.flops(dtype) * EFFICIENCY)
+    stream = size * target.active / speed.bytes_per_second
+    groups = target.heads / target.kv_heads  # keys are copied to every query head before they are read
+    cache = size * kv_tokens * target.kv_per_token * (1 + 2 * groups) / speed.bytes_per_second
+    return max(compute, stream) + cache + _dispatch(target.layers, speed)
+
+
+def _dispatch(layers: int, speed: Speed) -> float:
+    return layers * OPERATIONS_PER_LAYER * speed.seconds_per_operation
+
+
+def synthesize_seconds(facts: Facts, speed: Speed) -> float:
+    """Decode steps of a full batch, each with its share of prompts read."""
+    section, counts = facts.recipe.synthesize, facts.counts
+    written = counts.reply_tokens + counts.self_prompts_asked * section.self_prompt_tokens
+    context = (counts.prompt_tokens + counts.reply_tokens / 2) / max(1, counts.rows)
+    batch = min(section.batch, counts.rows)
+    step = forward_seconds(facts, speed, tokens=batch, dtype=section.dtype, kv_tokens=round(batch * context))
+    drawing = 40 * batch * facts.target.vocab_size / speed.bytes_per_second
+    prompts = 2 * facts.target.active * counts.prompt_tokens / (speed.flops(section.dtype) * EFFICIENCY)
+    return written / batch * (step + drawing) + prompts
+
+
+def extract_seconds(facts: Facts, speed: Speed) -> float:
+    """One forward of every token and of one row per shard, full logits where a slot is taught, and the writing."""
+    section, counts, target = facts.recipe.extract, facts.counts, facts.target
+    rows = counts.stored_rows
+    again = rows / section.rows_per_shard * counts.stored_tokens / max(1, rows)
+    body = 2 * (target.active - target.embedding) * (counts.stored_tokens + again)
+    heads = 2 * target.embedding * counts.stored_reply_tokens
+    batches = counts.stored_tokens / section.tokens_per_batch + rows / section.rows_per_shard
+    return (
+        (body + heads) / (speed.flops(section.dtype) * EFFICIENCY)
+        + batches * _dispatch(target.layers, speed)
+        + 4 * extract_bytes(facts) / speed.bytes_per_second
+    )
+
+
+def train_seconds(facts: Facts, speed: Speed) -> float:
+    """Forward and backward (three forwards' work) over the TTT steps, the teacher, the optimizer, and validation."""
+    section, config, counts = facts.recipe.train, facts.head_config, facts.counts
+    dtype = "bfloat16" if section.precision == "bf16" else "float32"
+    mean_row = counts.stored_tokens / max(1, counts.stored_rows)
+    tokens = facts.tokens_per_batch
+    slots = tokens * counts.stored_reply_tokens / max(1, counts.stored_tokens)
+    S = section.ttt_steps
+    rows_flops = (6 if section.lm_head_rate > 0 else 4) * facts.head.lm_head * slots
+    step_flops = S * (6 * facts.head.layer * tokens + rows_flops) + 6 * facts.head.fuse * tokens
+    teacher = 2 * config.draft_vocab_size * config.hidden_size * slots / (speed.flops("float32") * EFFICIENCY)
+    distributions = 40 * S * slots * config.draft_vocab_size / speed.bytes_per_second
+    optimizer = (
+        12 * facts.trained + 8 * (facts.moments + facts.averaged + facts.head.parameters)
+    ) / speed.bytes_per_second
+    step = step_flops / (speed.flops(dtype) * EFFICIENCY) + teacher + distributions + optimizer
+    step += 4 * S * _dispatch(1, speed)
+    held_out = counts.validation_rows * mean_row
+    check = 2 * section.validation_depth * held_out * facts.head.parameters / (speed.flops(dtype) * EFFICIENCY)
+    checks = facts.steps // section.validate_every + 1
+    saves = facts.steps / section.checkpoint_every * train_bytes(facts) / 3 / (speed.bytes_per_second / 4)
+    return section.accumulate * facts.steps * step + checks * check + saves
+
+
+def evaluate_seconds(facts: Facts, speed: Speed) -> float:
+    """Plain, chain and tree decoding of every prompt, one at a time, with an assumed acceptance length."""
+    section = facts.recipe.evaluate
+    tokens = measurements(facts) / 3 * section.max_new_tokens
+    drafted = DTYPE_BYTES[section.draft_dtype] * facts.head.parameters / speed.bytes_per_second
+    drafted += 3 * _dispatch(1, speed)
+    seconds = tokens * forward_seconds(facts, speed, tokens=1, dtype=section.dtype)
+    chain, tree = section.chain, section.tree
+    for depth, nodes in ((chain.depth, chain.depth), (tree.depth, tree.num_draft_tokens)):
+        verify = forward_seconds(facts, speed, tokens=nodes + 1, dtype=section.dtype)
+        seconds += tokens / ASSUMED_TAU * (verify + depth * drafted)
+    return seconds
+
+
+def export_seconds(facts: Facts, speed: Speed) -> float:
+    """Reading and writing the head a few times."""
+    return 8 * 4 * facts.head.parameters / speed.bytes_per_second
+
+
+TIME: dict[str, Callable[[Facts, Speed], float]] = {
+    "synthesize": synthesize_seconds,
+    "extract": extract_seconds,
+    "train": train_seconds,
+    "evaluate": evaluate_seconds,
+    "export": export_seconds,
+}
