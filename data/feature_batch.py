@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 
 
 @dataclass(frozen=True)

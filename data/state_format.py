@@ -28,7 +28,7 @@ class StateFormat:
             return states_NF.to(self.dtype), None
         states = states_NF.float().unflatten(-1, (layers, -1))
         scales = states.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
-        values = (states / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)  # the cast itself would turn more into NaN
+        values = (states / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)  # beyond it some casts give NaN
         return values.flatten(-2).to(self.dtype), scales
 
     def decode(self, values_NF: Tensor, scales_NA: Tensor | None) -> Tensor:
@@ -65,5 +65,6 @@ def bytes_per_token(
     """Return the exact bytes per token of a feature store: (A+1) states where a slot is taught, A states elsewhere."""
     state_format = STATE_FORMATS[state_dtype]
     state = hidden_size * state_format.dtype.itemsize + (4 if state_format.scaled else 0)
-    every, final = TOKEN_BYTES + aux_layers * state, 0 if final_everywhere else state
-    return TokenBytes(every=every + state - final, taught=TAUGHT_BYTES + final)
+    if final_everywhere:
+        return TokenBytes(every=TOKEN_BYTES + (aux_layers + 1) * state, taught=TAUGHT_BYTES)
+    return TokenBytes(every=TOKEN_BYTES + aux_layers * state, taught=TAUGHT_BYTES + state)

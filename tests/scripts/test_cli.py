@@ -142,9 +142,9 @@ def test_a_feature_store_made_for_another_target_is_refused(
     outcome = eyas("train", recipe, "--out", "run")
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1].startswith(
-        "error: the feature store 'run/features' was made for another target"
+        "error: the feature store 'run/features' was made of something else: target is '"
     )
-    assert outcome.err.splitlines()[-1].endswith("; extract again.")
+    assert "aux_layers is (2, 4, 6) there, (2, 4, 5) here" in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("arguments", [["unheard-of"], ["run"], ["run", "a", "--unheard-of"]])
