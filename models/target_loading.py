@@ -24,7 +24,6 @@ from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 
 DeviceMap = str | dict[str, int | str] | None
-QUANTIZATIONS = ("none", "int8")
 
 
 def load_model(

@@ -18,8 +18,7 @@ from eyas.models.errors import UserError
 from eyas.models.target import TargetOutput
 from eyas.tests.data.toys import corpus_rows, spec_of
 from eyas.tests.toys import tiny_target
-from eyas.tests.train.rows import loop_plan
-from eyas.train.loop import Batches
+from eyas.train.batches import Batches
 
 TARGET = tiny_target()
 ALONE, TOGETHER = ExtractionPlan(40, 1, 2), ExtractionPlan(40, 128, 9)
@@ -35,7 +34,7 @@ def stored(folder: Path, *, plan: ExtractionPlan = ALONE, **fields: object) -> R
 
 def batches(source: RowSource) -> list[FeatureBatch]:
     """Return the batches of three epochs, as training takes them."""
-    feed = Batches(source, loop_plan(packed=True, line_length=64, lines_per_batch=2, seed=5))
+    feed = Batches(source, line_length=64, lines_per_batch=2, packed=True, seed=5)
     count = 3 * len(feed._epoch(0))
     return [feed.get(number) for number in range(count)]
 
@@ -164,6 +163,6 @@ def test_features_are_plain_tensors_that_training_may_use() -> None:
     (row,) = online().rows([2])
     assert isinstance(row, FeatureRow)
     weight = torch.randn(row.aux_hidden_TF.shape[1], 3, requires_grad=True)
-    feed = Batches(online(), loop_plan(packed=True, line_length=64))
+    feed = Batches(online(), line_length=64, lines_per_batch=1, packed=True, seed=0)
     (feed.get(0).aux_hidden_BTF @ weight).sum().backward()
     assert weight.grad is not None
