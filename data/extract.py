@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eyas.data.extract_checks import check_batched, check_examples, check_finished
+from eyas.data.extract_checks import check_batched, check_examples, check_finished, check_target
 from eyas.data.extract_plan import ExtractionPlan, checked_places, plan_batches, plan_shards, shards_of
 from eyas.data.feature_row import FeatureRow, teaching_positions
 from eyas.data.feature_store import FeatureStore, shard_name, write_index
@@ -54,7 +54,7 @@ def extract(
     assert spec.aux_layers == target.aux_layers
     check_examples(examples, plan)
     folder.mkdir(parents=True, exist_ok=True)
-    target.self_check(examples[0][1].input_ids_T)
+    check_target(target, examples[0])
     lengths = [len(example) for _, example in examples]
     shards = plan_shards(lengths, rows_per_shard=plan.rows_per_shard)
     paths = [folder / shard_name(number) for number in range(len(shards))]

@@ -12,6 +12,13 @@ from eyas.data.shard import Shard
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 
+SELF_CHECK_TOKENS = 128  # logits over the whole vocabulary are made for so many tokens of one row, once
+
+
+def check_target(target: Target, example: Example) -> None:
+    """Raise UserError unless teacher logits rebuilt from final states equal the model's own on the start of a row."""
+    target.self_check(example[1].input_ids_T[:SELF_CHECK_TOKENS])
+
 
 def check_examples(examples: list[Example], plan: ExtractionPlan) -> None:
     """Raise UserError for no rows, an id given twice, a row over the limit, a mask of nothing or of everything."""

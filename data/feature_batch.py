@@ -23,7 +23,10 @@ from eyas.data.feature_row import FeatureRow
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """B lines of T tokens; a line holds one or more documents one after the other, then padding (document -1)."""
+    """B lines of T tokens; a line holds one or more documents one after the other, then padding (document -1).
+
+    Final states are NaN where they were not kept: outside the positions that teach a slot (`extract.final_states`).
+    """
 
     input_ids_BT: Tensor
     aux_hidden_BTF: Tensor

@@ -8,7 +8,7 @@ Rows asked for together are computed together, so features equal a store's up to
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from eyas.data.extract_checks import check_batched, check_examples
+from eyas.data.extract_checks import check_batched, check_examples, check_target
 from eyas.data.extract_plan import ExtractionPlan, plan_batches, plan_shards
 from eyas.data.feature_row import BareRow, FeatureRow, TokenRow, scatter_rows, teaching_positions
 from eyas.data.forward_rows import Example, forward_rows
@@ -35,7 +35,7 @@ class OnlineRows:
     def check(self) -> None:
         """Raise UserError when rows or target fail what extraction would check: once, on the longest rows."""
         check_examples(self.examples, self.plan)
-        self.target.self_check(self.examples[0][1].input_ids_T)
+        check_target(self.target, self.examples[0])
         longest = plan_shards(self.lengths, rows_per_shard=self.plan.rows_per_shard)[0]
         batch = plan_batches(longest, self.lengths, tokens_per_batch=self.plan.tokens_per_batch)[0]
         rows = list(forward_rows(self.target, [self.examples[index] for index in batch]))

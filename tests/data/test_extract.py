@@ -4,10 +4,12 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from eyas.data import shard as shard_module
@@ -380,3 +382,27 @@ def test_corpus_that_teaches_nothing_or_repeats_an_id_is_refused(tmp_path: Path,
     with pytest.raises(UserError, match=message):
         run(tmp_path / "new", given)
     assert not (tmp_path / "new").exists()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+def test_no_tensor_of_a_rows_tokens_by_the_vocabulary_is_ever_made(tmp_path: Path) -> None:
+    vocab, length = 128256, 2048
+    target = tiny_target(vocab_size=vocab, max_position_embeddings=length, initializer_range=0.05)
+    ids = torch.randint(vocab, (length,)).tolist()
+    with Largest() as largest:
+        store = run(tmp_path, [("long", encode_reply(ids[:1000], ids[1000:]))], target=target, max_length=length)
+    assert store.manifest.taught == length - 1001
+    assert largest.elements <= 512 * vocab
+    assert sum(path.stat().st_size for path in tmp_path.glob("shard-*")) < length * vocab // 100
