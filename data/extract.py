@@ -1,196 +1,163 @@
 """Extraction: one frozen pass of the target over the corpus, features to shards, proven right on the way.
 
-Rows are batched by length (right padding, causal attention), which changes no value: one row of every shard is
-computed once more alone and compared, and the teacher logits rebuilt from the stored final states are compared with the
-model's own. A finished shard is not computed again, but for its first row, which shows whether it is this target's.
+Which row lies in which shard depends on the corpus and the plan alone (data/extract_plan.py), so any number of
+processes may share the work and any other number may resume it: each writes its own shards, whole and under final
+names, and nobody waits for anybody until the last shard. The first process then writes index and manifest.
+
+On the way: teacher logits rebuilt from final states equal the model's own, some rows of every shard are computed once
+more alone, every row's tokens and states are hashed, and what the kept states lose against the computed ones is
+measured. A finished shard is not computed again, but for its first row, which shows whether it is this target's.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from eyas.data.encode import TokenizedExample
-from eyas.data.feature_store import FeatureManifest, FeatureRow, FeatureStore, read_shard, write_manifest, write_shard
+from eyas.data.extract_checks import check_batched, check_examples, check_finished, check_target
+from eyas.data.extract_plan import ExtractionPlan, checked_places, plan_batches, plan_shards, shards_of
+from eyas.data.feature_row import FeatureRow, teaching_positions
+from eyas.data.feature_store import FeatureStore, shard_name, write_index
+from eyas.data.forward_rows import Example, forward_rows
+from eyas.data.manifest import MANIFEST, SCHEMA, FeatureManifest, FeatureSpec, read_manifest, write_manifest
+from eyas.data.measure import fidelity_sums, state_sums, summarise
+from eyas.data.shard import decode_row, encode_row, read_header, write_shard
+from eyas.data.shard_writer import ShardWriter
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 
-Progress = Callable[[int, int, int], None]  # rows done, rows in all, tokens of this call
-
-
-@dataclass(frozen=True)
-class ExtractionPlan:
-    """`tokens_per_batch` bounds a padded batch, `rows_per_shard` a shard; rows over `max_length` tokens are refused."""
-
-    max_length: int
-    tokens_per_batch: int
-    rows_per_shard: int
-    state_dtype: torch.dtype
+Progress = Callable[[int, int, int], None]  # this process's rows done, its rows in all, tokens of this call
+POLL_SECONDS = 0.1
+STALL_SECONDS = 3600.0
 
 
 def extract(
     target: Target,
-    examples: list[tuple[str, TokenizedExample]],
+    examples: list[Example],
     plan: ExtractionPlan,
     folder: Path,
     *,
-    target_fingerprint: str,
-    corpus_fingerprint: str,
+    spec: FeatureSpec,
     progress: Progress,
+    rank: int = 0,
+    ranks: int = 1,
+    stall_seconds: float = STALL_SECONDS,
 ) -> FeatureStore:
     """Write the feature store of `examples` (id, example) to `folder`, resuming at the first unfinished shard.
 
-    Raises UserError for rows that are too long, for a corpus without supervised tokens, and when a self-check fails.
+    With several processes each calls this with its rank and returns when the whole store is there. Raises UserError
+    for rows that are too long, for a corpus without supervised tokens, when a self-check fails, when the disk is full,
+    and when the other processes finish no shard for `stall_seconds`.
     """
-    _check_examples(examples, plan)
+    assert spec.aux_layers == target.aux_layers
+    check_examples(examples, plan)
     folder.mkdir(parents=True, exist_ok=True)
-    target.self_check(examples[0][1].input_ids_T[: plan.max_length])
-    groups = [examples[i : i + plan.rows_per_shard] for i in range(0, len(examples), plan.rows_per_shard)]
-    names = []
-    done = 0
-    for number, group in enumerate(groups):
-        name = f"shard-{number:05d}.safetensors"
-        names.append(name)
-        path = folder / name
-        if path.is_file():
-            _check_finished(target, path, group, plan)
-        else:
-            rows = {}
-            batches = list(_batches(group, plan.tokens_per_batch))
-            for batch in batches:
-                for row in _forward_rows(target, batch):
-                    rows[row.id] = row
-                progress(done + len(rows), len(examples), sum(len(example) for _, example in batch))
-            spot = max(batches, key=len)[-1]  # the row with the most neighbours and the most padding
-            _check_alone(
-                target, spot, rows[spot[0]], limit=1e-3 if target.dtype == torch.float32 else 0.1,
-                verdict="this target's batched forward mixes rows, so its features cannot be trusted.",
-            )  # fmt: skip
-            write_shard(path, [rows[row_id] for row_id, _ in group], state_dtype=plan.state_dtype)
-        done += len(group)
-        progress(done, len(examples), 0)
-    write_manifest(
-        folder,
-        FeatureManifest(
-            target_fingerprint=target_fingerprint,
-            corpus_fingerprint=corpus_fingerprint,
-            aux_layers=target.aux_layers,
-            hidden_size=target.config.hidden_size,
-            vocab_size=target.vocab_size,
-            dtype=str(plan.state_dtype).removeprefix("torch."),
-            final_state="post-norm",
-            max_length=plan.max_length,
-            shards=tuple(names),
-            rows=len(examples),
-            tokens=sum(len(example) for _, example in examples),
-        ),
-    )
+    check_target(target, examples[0])
+    lengths = [len(example) for _, example in examples]
+    shards = plan_shards(lengths, rows_per_shard=plan.rows_per_shard)
+    paths = [folder / shard_name(number) for number in range(len(shards))]
+    if rank == 0 and not all(path.is_file() for path in paths):
+        (folder / MANIFEST).unlink(missing_ok=True)
+    mine = shards_of(len(shards), rank=rank, ranks=ranks)
+    total, done = sum(len(shards[number]) for number in mine), 0
+    with ShardWriter() as writer:
+        for number in mine:
+            group = [examples[row] for row in shards[number]]
+            if paths[number].is_file():
+                check_finished(target, paths[number], group, spec)
+            else:
+                rows = _compute(target, group, plan, spec, partial(_report, progress, done, total))
+                measured = _check_rows(target, group, rows, plan, spec)
+                writer.submit(partial(_write, paths[number], rows, spec, measured))
+            done += len(group)
+            progress(done, total, 0)
+    _wait_for(paths, stall_seconds)
+    if rank == 0:
+        _finish(folder, examples, plan, spec, shards, paths)
+    _wait_for([folder / MANIFEST], stall_seconds)
     return FeatureStore(folder)
 
 
-def _check_examples(examples: list[tuple[str, TokenizedExample]], plan: ExtractionPlan) -> None:
-    if not examples:
-        raise UserError("there is nothing to extract: the corpus has no rows.")
-    seen: set[str] = set()
-    for row_id, example in examples:
-        if row_id in seen:
-            raise UserError(f"row {row_id} occurs twice in the corpus; ids must be unique, as features are kept by id.")
-        seen.add(row_id)
-        if len(example) > plan.max_length:
+def _report(progress: Progress, before: int, total: int, rows: int, tokens: int) -> None:
+    progress(before + rows, total, tokens)
+
+
+def _compute(
+    target: Target, group: list[Example], plan: ExtractionPlan, spec: FeatureSpec, progress: Callable[[int, int], None]
+) -> list[FeatureRow]:
+    """Return the feature rows of one shard, in its order."""
+    lengths = [len(example) for _, example in group]
+    rows: list[FeatureRow] = []
+    for batch in plan_batches(list(range(len(group))), lengths, tokens_per_batch=plan.tokens_per_batch):
+        everywhere = spec.final_at == "everywhere"
+        rows.extend(forward_rows(target, [group[row] for row in batch], final_everywhere=everywhere))
+        progress(len(rows), sum(lengths[row] for row in batch))
+    return rows
+
+
+def _check_rows(
+    target: Target, group: list[Example], rows: list[FeatureRow], plan: ExtractionPlan, spec: FeatureSpec
+) -> dict[str, Any]:
+    """Compute some rows of a shard once more alone and return what keeping them loses."""
+    places = checked_places(len(group), plan.checked_rows)
+    for place in places:
+        check_batched(target, group[place], rows[place])
+    computed = [rows[place] for place in places]
+    kept = [decode_row(encode_row(row, spec), spec) for row in computed]
+    return fidelity_sums(target.head, computed, kept, layers=len(spec.aux_layers))
+
+
+def _write(path: Path, rows: list[FeatureRow], spec: FeatureSpec, fidelity: dict[str, Any]) -> None:
+    """Encode, measure and write one shard."""
+    states = state_sums((row.aux_hidden_TF for row in rows), layers=len(spec.aux_layers))
+    write_shard(path, [encode_row(row, spec) for row in rows], spec, measured={"states": states, "fidelity": fidelity})
+
+
+def _wait_for(paths: list[Path], stall_seconds: float) -> None:
+    """Wait until all files are there; raises UserError when none of them has come for `stall_seconds`."""
+    missing, since = [path for path in paths if not path.is_file()], time.monotonic()
+    while missing:
+        time.sleep(POLL_SECONDS)
+        still = [path for path in missing if not path.is_file()]
+        if len(still) < len(missing):
+            since = time.monotonic()
+        missing = still
+        if missing and time.monotonic() - since > stall_seconds:
             raise UserError(
-                f"row {row_id} has {len(example)} tokens, more than train.line_length = {plan.max_length}; raise it "
-                "or shorten the replies."
-            )
-    marked = sum(int(example.generated_mask_T.sum()) for _, example in examples)
-    total = sum(len(example) for _, example in examples)
-    if marked in (0, total):
-        which = "no token" if marked == 0 else "every token"
-        raise UserError(
-            f"{which} of the corpus is marked as generated by the target; the chat template hides the turns."
-        )
-
-
-def _batches(
-    group: list[tuple[str, TokenizedExample]], tokens_per_batch: int
-) -> Iterator[list[tuple[str, TokenizedExample]]]:
-    """Yield rows of similar length, at most `tokens_per_batch` tokens with padding (or one longer row alone)."""
-    batch: list[tuple[str, TokenizedExample]] = []
-    for row in sorted(group, key=lambda item: len(item[1]), reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0][1]) > tokens_per_batch:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def _forward_rows(target: Target, batch: list[tuple[str, TokenizedExample]]) -> Iterator[FeatureRow]:
-    """Yield the feature rows of one padded batch."""
-    longest = max(len(example) for _, example in batch)
-    ids_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
-    for b, (_, example) in enumerate(batch):
-        ids_BT[b, : len(example)] = example.input_ids_T
-    out = target.forward(ids_BT.to(target.device))
-    for b, (row_id, example) in enumerate(batch):
-        T = len(example)
-        final_TD = out.final_hidden_BTD[b, :T]
-        yield FeatureRow(
-            id=row_id,
-            input_ids_T=example.input_ids_T,
-            generated_mask_T=example.generated_mask_T,
-            aux_hidden_TF=out.aux_hidden_BTF[b, :T].cpu().clone(),
-            final_hidden_TD=final_TD.cpu().clone(),
-            argmax_T=_teacher_argmax(target, final_TD, example.generated_mask_T),
-        )
-
-
-@torch.inference_mode()
-def _teacher_argmax(target: Target, final_TD: Tensor, generated_T: Tensor, *, chunk: int = 256) -> Tensor:
-    """Return the argmax of the full logits at every position that teaches a slot, -1 elsewhere.
-
-    Position p teaches iff tokens p and p+1 were generated. In chunks: no row-by-vocabulary tensor is kept.
-    """
-    argmax_T = torch.full((len(final_TD),), -1)
-    teaching = (generated_T[:-1] & generated_T[1:]).nonzero().squeeze(-1)
-    for positions in teaching.split(chunk):
-        argmax_T[positions] = target.head.logits(final_TD[positions.to(final_TD.device)]).argmax(-1).cpu()
-    return argmax_T
-
-
-def _check_alone(
-    target: Target, item: tuple[str, TokenizedExample], row: FeatureRow, *, limit: float, verdict: str
-) -> None:
-    """Raise UserError with a verdict unless a row computed alone has these features, up to a relative `limit`."""
-    row_id, example = item
-    (alone,) = _forward_rows(target, [(row_id, example)])
-    for name in ("aux_hidden_TF", "final_hidden_TD"):
-        a, b = getattr(alone, name).float(), getattr(row, name).float()
-        difference = float((a - b).norm() / a.norm().clamp(min=1e-6)) if a.shape == b.shape else float("inf")
-        if not difference <= limit:
-            raise UserError(
-                f"row {row_id}: {name} differs by {difference:.1e} (relative, allowed {limit:.0e}) from a forward of "
-                f"the row alone; {verdict}"
+                f"the other processes have finished nothing for {stall_seconds:.0f} s and {len(missing)} files are "
+                f"missing, {missing[0].name} first; if they have ended, run extract again: it resumes there."
             )
 
 
-def _check_finished(
-    target: Target, path: Path, group: list[tuple[str, TokenizedExample]], plan: ExtractionPlan
+def _finish(
+    folder: Path,
+    examples: list[Example],
+    plan: ExtractionPlan,
+    spec: FeatureSpec,
+    shards: list[list[int]],
+    paths: list[Path],
 ) -> None:
-    """Raise UserError when a finished shard does not hold exactly the rows it should, as this target computes them."""
-    stored = list(read_shard(path))
-    expected = [(row_id, ex.input_ids_T.tolist(), ex.generated_mask_T.tolist()) for row_id, ex in group]
-    if [(row.id, row.input_ids_T.tolist(), row.generated_mask_T.tolist()) for row in stored] != expected:
-        raise UserError(f"{path} holds other rows than the corpus; delete the features folder and run extract again.")
-    dtype = stored[0].aux_hidden_TF.dtype
-    if dtype != plan.state_dtype:
-        raise UserError(
-            f"{path} holds {dtype} states, {plan.state_dtype} was asked for; delete the features folder and run "
-            "extract again."
-        )
-    _check_alone(
-        target, group[0], stored[0], limit=1e-2 if target.dtype == torch.float32 else 0.1,
-        verdict=f"{path} was made by another target or at other layers: delete the features folder and run extract "
-        "again.",
-    )  # fmt: skip
+    """Write index and manifest of a store whose shards are all there."""
+    where = {row: (number, place) for number, group in enumerate(shards) for place, row in enumerate(group)}
+    lengths = [len(example) for _, example in examples]
+    write_index(
+        folder,
+        json.dumps({"schema": SCHEMA, "row_ids": [row_id for row_id, _ in examples]}),
+        lengths=lengths,
+        shards=[where[row][0] for row in range(len(examples))],
+        places=[where[row][1] for row in range(len(examples))],
+    )
+    manifest = FeatureManifest(
+        spec=spec,
+        max_length=plan.max_length,
+        longest=max(lengths),
+        rows=len(examples),
+        tokens=sum(lengths),
+        taught=sum(len(teaching_positions(example.generated_mask_T)) for _, example in examples),
+        shards=tuple(path.name for path in paths),
+        measured=summarise([read_header(path)["measured"] for path in paths]),
+    )
+    if not (folder / MANIFEST).is_file() or read_manifest(folder) != manifest:
+        write_manifest(folder, manifest)

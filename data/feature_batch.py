@@ -18,12 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """B lines of T tokens; a line holds one or more documents one after the other, then padding (document -1)."""
+    """B lines of T tokens; a line holds one or more documents one after the other, then padding (document -1).
+
+    Final states are NaN where they were not kept: outside the positions that teach a slot (`extract.final_states`).
+    """
 
     input_ids_BT: Tensor
     aux_hidden_BTF: Tensor

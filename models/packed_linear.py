@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether this build of PyTorch packs weights of this dtype on this device."""
+    """Return whether this build of PyTorch packs weights of this dtype on this device; quantised ones it does not."""
+    if type(weight) not in (Tensor, nn.Parameter):
+        return False
     known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return bool(known) and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 

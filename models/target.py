@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal LM whose decoder layers stand in one list.
+"""The frozen target: any Hugging Face causal LM, its decoder layers found by structure (models/target_loading.py).
 
 States are tapped with forward hooks, in the neutral index k = decoder layers already applied. Aux states are pre-norm
 residual streams; the final state is the decoder's own output, post-norm, ready for the output head.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
@@ -22,9 +22,9 @@ from eyas.models.head_config import check_aux_layers
 from eyas.models.kv_cache import KVCache
 from eyas.models.packed_linear import pack_linears
 from eyas.models.target_head import TargetHead
+from eyas.models.target_loading import DeviceMap, find_decoder, load_model
 
 CHECKED_TOKENS = 64  # full logits of a long row would take gigabytes
-TARGET_FAMILIES = {"gpt2": "h"}  # where the decoder layers are, when not in `.layers`
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,7 @@ class Target:
         if aux_layers:
             check_aux_layers(aux_layers, num_layers=self.config.num_hidden_layers)
         self.aux_layers = aux_layers
-        self.decoder: Any = model.get_decoder()
-        name = TARGET_FAMILIES.get(self.config.model_type, "layers")
-        layers = getattr(self.decoder, name, None)
-        if not isinstance(layers, nn.ModuleList) or len(layers) != self.config.num_hidden_layers:
-            children = ", ".join(child for child, _ in self.decoder.named_children())
-            raise UserError(
-                f"cannot find the decoder layers of a {self.config.model_type} model under {name!r} (it has: "
-                f"{children}); add its family to TARGET_FAMILIES in models/target.py."
-            )
-        self.layers = layers
+        self.decoder, self.layers = find_decoder(model)
         self.head = TargetHead.of(model)
         self.embedding = model.get_input_embeddings()
         takes = inspect.signature(self.decoder.forward).parameters
@@ -65,14 +56,22 @@ class Target:
         self._cache_name = "cache" if "cache" in takes else "past_key_values"
 
     @classmethod
-    def load(cls, name: str, *, dtype: torch.dtype, aux_layers: tuple[int, ...] = (), device: str = "cpu") -> "Target":
-        """Load a target from a bundled name, a model folder or a Hub id."""
-        folder = resolve_model(name)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load target {name!r} as a causal language model: {error}") from error
-        return cls(model.to(device), aux_layers=aux_layers)
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        aux_layers: tuple[int, ...] = (),
+        device: str = "cpu",
+        device_map: DeviceMap = None,
+        quantization: str = "none",
+        attention: str = "sdpa",
+    ) -> "Target":
+        """Load a target from a bundled name, a model folder or a Hub id; see `load_model`."""
+        model = load_model(
+            name, dtype=dtype, device=device, device_map=device_map, quantization=quantization, attention=attention
+        )
+        return cls(model, aux_layers=aux_layers)
 
     def pack(self, *, rows: int) -> "Target":
         """Pack all weights in place for decoding about `rows` tokens per forward (a CPU matter), and return self."""
@@ -82,7 +81,9 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.head.weight_VD.device
+        """Where its input goes; with a device map its layers may be elsewhere."""
+        device: torch.device = self.embedding.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +122,7 @@ class Target:
                 **{self._cache_name: cache},
             )
         final = out.last_hidden_state
-        aux = torch.cat([taps[k] for k in self.aux_layers], dim=-1) if self.aux_layers else final[..., :0]
+        aux = torch.cat([taps[k].to(final.device) for k in self.aux_layers], -1) if self.aux_layers else final[..., :0]
         return TargetOutput(aux_hidden_BTF=aux, final_hidden_BTD=final)
 
     @contextmanager
@@ -148,7 +149,7 @@ class Target:
         the target's head does something `TargetHead` does not reproduce.
         """
         input_ids_T = input_ids_T[:CHECKED_TOKENS]
-        final = self.forward(input_ids_T[None]).final_hidden_BTD
+        final = self.forward(input_ids_T[None].to(self.device)).final_hidden_BTD
         rebuilt = self.head.logits(final).float()
         truth = self.model(input_ids=input_ids_T[None].to(self.device), use_cache=False).logits.float()
         difference = float((rebuilt - truth).abs().max() / truth.abs().max().clamp(min=1.0))
@@ -191,11 +192,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def model_fingerprint(name: str) -> str:
     """Return a short hash of a target's config, tokenizer and weights (size and sampled blocks of each weight file).
 
-    A Hub id that is not a local folder is hashed by its name.
+    A Hub id that is not a local folder is hashed by its name and the revision that would be loaded.
     """
     folder = Path(resolve_model(name))
     if not folder.is_dir():
-        return hashlib.sha256(str(name).encode()).hexdigest()[:16]
+        revision = getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
+        return hashlib.sha256(f"{name}@{revision}".encode()).hexdigest()[:16]
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in {".json", ".jinja", ".model"}:

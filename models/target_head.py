@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eyas.models.packed_linear import can_pack, pack, packed_product
+from eyas.models.target_loading import plain_weight
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class TargetHead:
         scale = getattr(config, "logit_scale", None) or 1.0
         divisor = getattr(config, "logits_scaling", None) or 1.0
         return cls(
-            weight_VD=layer.weight.detach(),
+            weight_VD=plain_weight(layer),
             bias_V=None if getattr(layer, "bias", None) is None else layer.bias.detach(),
             scale=scale / divisor,
             softcap=getattr(config, "final_logit_softcapping", None),
@@ -54,7 +55,7 @@ class TargetHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits over the head's rows of final states, [..., D] -> [..., rows]."""
-        hidden = hidden.to(self.weight_VD.dtype)
+        hidden = hidden.to(self.weight_VD.device, self.weight_VD.dtype)
         if self.packed is None:
             logits = F.linear(hidden, self.weight_VD, self.bias_V)
         else:

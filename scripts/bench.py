@@ -7,6 +7,7 @@ import typer
 
 BENCHES = {
     "kernels": "eyas.scripts.bench_kernels",
+    "extract": "eyas.scripts.bench_extract",
 }
 
 

@@ -1,4 +1,4 @@
-"""`accelerate launch -m eyas.train RECIPE [--out DIR] [--set k=v]...`: the train stage, on all ranks launched.
+"""`accelerate launch -m eyas.train RECIPE [--stage extract] [--out DIR] [--set k=v]...`: a stage on all ranks launched.
 
 The configs of recipes/accelerate cover one process, DDP, FSDP2, ZeRO-2 and ZeRO-3, several nodes and several CPU ranks;
 torchrun works too.
@@ -20,8 +20,9 @@ CPU_CONFIG = Path(__file__).resolve().parent.parent / "recipes" / "accelerate" /
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the train stage of a recipe and return the exit code."""
+    """Run the train or extract stage of a recipe and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m eyas.train", description="Train the head of a recipe.")
+    parser.add_argument("--stage", choices=("extract", "train"), default="train", help="which stage (default: train)")
     parser.add_argument("recipe", help="a YAML file or the name of a bundled recipe")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/NAME)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value")
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_launch()
         recipe = load_recipe(options.recipe, options.set)
         folder = options.out or default_run_folder(recipe.name)
-        run_stages(recipe, folder, first="train", last="train", reporter=reporter)
+        run_stages(recipe, folder, first=options.stage, last=options.stage, reporter=reporter)
     except (UserError, CheckFailed) as error:
         reporter.error(str(error))
         return 2 if isinstance(error, UserError) else 1

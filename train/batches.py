@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from eyas.data.feature_batch import FeatureBatch, collate
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow, RowSource, as_source
 from eyas.data.packing import plan_epoch
 
 
@@ -17,9 +17,9 @@ class Batches:
     """The batches over the training rows, epoch after epoch."""
 
     def __init__(
-        self, rows: list[FeatureRow], *, line_length: int, lines_per_batch: int, packed: bool, seed: int
+        self, rows: RowSource | list[FeatureRow], *, line_length: int, lines_per_batch: int, packed: bool, seed: int
     ) -> None:
-        self.rows = rows
+        self.rows = as_source(rows)
         self.line_length = line_length
         self.lines_per_batch = lines_per_batch
         self.packed = packed
@@ -30,7 +30,7 @@ class Batches:
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         if epoch not in self.epochs:
             self.epochs[epoch] = plan_epoch(
-                [len(row) for row in self.rows],
+                self.rows.lengths,
                 line_length=self.line_length,
                 lines_per_batch=self.lines_per_batch,
                 packed=self.packed,
@@ -44,7 +44,9 @@ class Batches:
         while number >= self.starts[-1]:
             self.starts.append(self.starts[-1] + len(self._epoch(len(self.starts) - 1)))
         epoch = next(e for e in range(len(self.starts) - 1) if number < self.starts[e + 1])
-        return [[self.rows[i] for i in line] for line in self._epoch(epoch)[number - self.starts[epoch]]]
+        numbers = self._epoch(epoch)[number - self.starts[epoch]]
+        rows = iter(self.rows.rows([i for line in numbers for i in line]))  # asked for at once: they may be computed
+        return [[next(rows) for _ in line] for line in numbers]
 
     def get(self, number: int) -> FeatureBatch:
         """Return batch `number`, counted over all epochs."""

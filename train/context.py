@@ -19,7 +19,7 @@ from eyas.train.progress import Reporter
 from eyas.train.recipe import Recipe
 from eyas.train.run_folder import RunFolder, file_hash, fingerprint
 
-CODE_VERSION = {"synthesize": 1, "extract": 1, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
+CODE_VERSION = {"synthesize": 1, "extract": 2, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class RunContext:
 
     @cached_property
     def target_fingerprint(self) -> str:
-        return model_fingerprint(self.recipe.target.model)
+        """The target's weights, config and tokenizer, and how its weights are quantised here, as a short text."""
+        quantization = self.recipe.target.quantization
+        return model_fingerprint(self.recipe.target.model) + ("" if quantization == "none" else f"-{quantization}")
 
     @cached_property
     def aux_layers(self) -> tuple[int, ...]:
@@ -109,14 +111,21 @@ class RunContext:
     def _key(self, stage: str, *parts: object) -> str:
         return fingerprint({"stage": stage, "version": CODE_VERSION[stage], "parts": parts})
 
-    def load_target(self, dtype: str, *, tapped: bool) -> Target:
-        """Load the recipe's target in a dtype, with aux taps or without."""
+    def load_target(self, dtype: str, *, tapped: bool, plain: bool = False) -> Target:
+        """Load the recipe's target in a dtype, with aux taps or without; `plain` leaves out the recipe's quantisation.
+
+        A head is initialised from plain weights: quantised ones are the same numbers, rounded.
+        """
         disable_progress_bar()  # transformers' own, of a second's work
+        section = self.recipe.target
         return Target.load(
-            self.recipe.target.model,
+            section.model,
             dtype=getattr(torch, dtype),
             aux_layers=self.aux_layers if tapped else (),
             device=self.device,
+            device_map=section.device_map,
+            quantization="none" if plain else section.quantization,
+            attention=section.attention,
         )
 
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eyas.data.feature_batch import FeatureBatch
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow, RowSource
 from eyas.models.checkpoint import save_head
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
@@ -81,8 +81,8 @@ class LoopPlan:
 
 def train_head(
     module: TrainingTimeTest,
-    rows: list[FeatureRow],
-    validation_rows: list[FeatureRow],
+    rows: RowSource | list[FeatureRow],
+    validation_rows: RowSource | list[FeatureRow],
     plan: LoopPlan,
     folder: Path,
     *,
@@ -105,7 +105,8 @@ class _Run:
     """One training run in one process: what `train_head` sets up once and every step uses."""
 
     def __init__(
-        self, module: TrainingTimeTest, rows: list[FeatureRow], validation_rows: list[FeatureRow], plan: LoopPlan,
+        self, module: TrainingTimeTest, rows: RowSource | list[FeatureRow],
+        validation_rows: RowSource | list[FeatureRow], plan: LoopPlan,
         folder: Path, *, accelerator: Accelerator, key: str, report: Report,
     ) -> None:  # fmt: skip
         self.module, self.head, self.plan, self.folder = module, module.head, plan, folder

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.data.feature_batch import FeatureBatch
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import TokenRow
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target_head import TargetHead
 from eyas.models.ttt_attention import TTTContext
@@ -70,7 +70,7 @@ class TrainingTimeTest(nn.Module):
         """Return how many slots of a batch each TTT step trains, float [S]: the weights of exact averaging."""
         return torch.stack([self._slots(batch, step).sum() for step in range(len(self.plan.step_weights))]).float()
 
-    def trains(self, row: FeatureRow) -> bool:
+    def trains(self, row: TokenRow) -> bool:
         """Return whether a row has a slot to train; its stored argmax is -1 wherever no slot is taught."""
         taught_N = row.argmax_T[row.argmax_T >= 0].to(self.draft_ids_V.device)
         return bool(len(taught_N)) and (self.plan.keep_oov or bool((self.draft_ids_V[taught_N] >= 0).any()))

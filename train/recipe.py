@@ -21,11 +21,18 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    """The frozen target and the arguments its chat template is served with."""
+    """The frozen target and the arguments its chat template is served with.
+
+    `device_map` places a large target's modules on several devices (accelerate's names, or module: device); with it,
+    `device` is where the head trains. `quantization` is for plain checkpoints; quantised ones are loaded as they are.
+    """
 
     model: str
     template_arguments: dict[str, Any] = {}
     device: str = "auto"
+    device_map: Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None = None
+    quantization: Literal["none", "int8"] = "none"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
 
 
 class AnswerStyleSection(Section):
@@ -56,19 +63,24 @@ class SynthesizeSection(Section):
 
 
 class ExtractSection(Section):
-    """How features are computed and stored.
+    """How features are computed and kept: on disk (store), or computed while training (online, with a cache).
 
-    `backend` vllm serves the target from vLLM, in the environment whose interpreter `vllm_python` names, on
-    `vllm_tensor_parallel` devices: for targets that need an engine.
+    `final_states`: where final states are kept; "taught" is all that EAGLE-3 reads. `checked_rows` of every shard are
+    computed once more alone. `backend` vllm serves the target from vLLM, in the environment whose interpreter
+    `vllm_python` names, on `vllm_tensor_parallel` devices: for targets that need an engine.
     """
 
+    mode: Literal["store", "online"] = "store"
+    cache_bytes: NonNegative = 0
     backend: Literal["hf", "vllm"] = "hf"
     vllm_python: str | None = None
     vllm_tensor_parallel: Positive = 1
     tokens_per_batch: Positive = 4096
     rows_per_shard: Positive = 128
+    checked_rows: Positive = 2
     dtype: Dtype = "bfloat16"
-    state_dtype: Dtype = "bfloat16"
+    state_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"
+    final_states: Literal["taught", "everywhere"] = "taught"
 
     @model_validator(mode="after")
     def _has_an_interpreter(self) -> "ExtractSection":

@@ -1,40 +1,51 @@
-"""The extract stage: frozen features of every corpus row."""
+"""The extract stage: frozen features of every corpus row, or their checks alone where training computes them."""
 
+import os
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from eyas.data.corpus import load_corpus
-from eyas.data.extract import ExtractionPlan, extract
+from eyas.data.extract import extract
+from eyas.data.measure import describe
+from eyas.data.online_rows import OnlineRows
 from eyas.train.context import RunContext
 from eyas.train.extraction_target import extraction_target
+from eyas.train.features import extraction_plan, feature_examples, feature_spec
 
 
 def run_extract(context: RunContext) -> dict[str, Any]:
-    """Write the feature store and return its counts."""
+    """Write the feature store and return its counts. Every process of a launch calls this and writes its own shards."""
     section = context.recipe.extract
-    rows = load_corpus(context.folder.of("synthesize") / "corpus.jsonl")
+    examples, _ = feature_examples(context)
+    spec, plan = feature_spec(context, examples), extraction_plan(context)
+    if section.mode == "online":
+        OnlineRows(context.load_target(section.dtype, tapped=True), examples, plan, spec, cache_bytes=0).check()
+        context.reporter.say("  extract.mode online: features are computed while training, none are stored")
+        tokens = sum(len(example) for _, example in examples)
+        return {"rows": len(examples), "tokens": tokens, "bytes": 0, "aux_layers": list(context.aux_layers)}
     folder = context.folder.of("extract")
-    plan = ExtractionPlan(
-        max_length=context.recipe.train.line_length,
-        tokens_per_batch=section.tokens_per_batch,
-        rows_per_shard=section.rows_per_shard,
-        state_dtype=getattr(torch, section.state_dtype),
-    )
     with extraction_target(context) as target, context.reporter.bar("tok") as bar:
         store = extract(
             target,
-            [(row.id, row.example()) for row in rows if row.split != "heldout"],
+            examples,
             plan,
             folder,
-            target_fingerprint=context.target_fingerprint,
-            corpus_fingerprint=context.fingerprints["synthesize"],
+            spec=spec,
             progress=lambda done, total, tokens: bar.update("extracting", done, total, tokens),
+            rank=int(os.environ.get("RANK", "0")),
+            ranks=int(os.environ.get("WORLD_SIZE", "1")),
         )
-    size = sum(path.stat().st_size for path in folder.iterdir())
+    store.check_files(context.reporter.say)
+    for line in describe(store.manifest.measured, context.aux_layers):
+        context.reporter.say(line)
     return {
         "rows": store.manifest.rows,
         "tokens": store.manifest.tokens,
-        "bytes": size,
-        "aux_layers": context.aux_layers,
+        "taught_tokens": store.manifest.taught,
+        "bytes": sum(_size(folder / name) for name in store.manifest.shards),
+        "aux_layers": list(context.aux_layers),
+        "measured": store.manifest.measured,
     }
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size

@@ -5,18 +5,19 @@ from typing import Any
 
 import torch
 
-from eyas.data.corpus import load_corpus
 from eyas.data.encode import ChatTemplate
-from eyas.data.feature_store import FeatureRow, FeatureStore
+from eyas.data.feature_row import FeatureRow, RowSource, SelectedRows, as_source
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.models.rope import check_same_rope
 from eyas.models.target import Target, load_tokenizer
+from eyas.models.target_loading import plain_weight
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
 from eyas.train.accelerator import make_accelerator, track
 from eyas.train.context import RunContext
 from eyas.train.curves import draw_curves
+from eyas.train.features import open_rows
 from eyas.train.loop import LoopPlan, train_head
 from eyas.train.metrics_file import MetricsFile
 from eyas.train.objective import ObjectivePlan, TrainingTimeTest
@@ -26,20 +27,15 @@ def run_train(context: RunContext) -> dict[str, Any]:
     """Train the recipe's head into training/best and return losses, acceptance and coverage."""
     recipe = context.recipe
     folder = context.folder.of("train")
-    store = FeatureStore(context.folder.of("extract"))
-    store.check_target(target_fingerprint=context.target_fingerprint, aux_layers=context.aux_layers)
-    splits = {row.id: row.split for row in load_corpus(context.folder.of("synthesize") / "corpus.jsonl")}
-    rows = store.rows()
-    training = [row for row in rows if splits[row.id] == "train"]
-    validation = [row for row in rows if splits[row.id] == "validation"]
-    if not training or not validation:
+    training, validation = open_rows(context)
+    if not len(training) or not len(validation):
         raise UserError(
             f"the corpus has {len(training)} training and {len(validation)} validation rows; it needs both."
         )
 
     accelerator = make_accelerator(context)
     torch.manual_seed(recipe.train.seed)
-    target = context.load_target("float32", tapped=True)
+    target = context.load_target("float32", tapped=True, plain=True)
     vocabulary, coverage = choose_vocabulary(context, target, training, validation)
     head = build_head(context, target, vocabulary)
     module = TrainingTimeTest(
@@ -93,13 +89,16 @@ def run_train(context: RunContext) -> dict[str, Any]:
         "head_parameters": sum(p.numel() for p in head.parameters()),
         "rows": len(usable),
         "rows_without_slots": len(training) - len(usable),
-        "supervised_tokens": sum(int(row.generated_mask_T.sum()) for row in usable),
-        "trained_length": max(len(row) for row in usable),
+        "supervised_tokens": int(token_counts(usable, head.config.vocab_size).sum()),
+        "trained_length": max(usable.lengths),
     }
 
 
 def choose_vocabulary(
-    context: RunContext, target: Target, training: list[FeatureRow], validation: list[FeatureRow]
+    context: RunContext,
+    target: Target,
+    training: RowSource | list[FeatureRow],
+    validation: RowSource | list[FeatureRow],
 ) -> tuple[DraftVocabulary, dict[str, float]]:
     """Return the draft vocabulary from the training rows' counts, and its coverage of generated tokens per split."""
     tokenizer = load_tokenizer(context.recipe.target.model)
@@ -117,21 +116,26 @@ def choose_vocabulary(
     return vocabulary, coverage
 
 
-def usable_rows(context: RunContext, module: TrainingTimeTest, rows: list[FeatureRow]) -> list[FeatureRow]:
+def usable_rows(context: RunContext, module: TrainingTimeTest, rows: RowSource | list[FeatureRow]) -> SelectedRows:
     """Return the rows that train at least one slot, and say how many do not; raises UserError when none does."""
-    usable = [row for row in rows if module.trains(row)]
+    source = as_source(rows)
+    usable = [index for index in range(len(source)) if module.trains(source.tokens(index))]
     reasons = "replies of a single token, or none of the target's tokens in the draft vocabulary"
     if not usable:
         raise UserError(f"none of the {len(rows)} training rows has a slot to train ({reasons}); give other prompts.")
     if len(usable) < len(rows):
         context.reporter.say(f"  left out {len(rows) - len(usable)} of {len(rows)} rows without slots ({reasons})")
-    return usable
+    return SelectedRows(source, usable)
 
 
-def token_counts(rows: list[FeatureRow], vocab_size: int) -> torch.Tensor:
+def token_counts(rows: RowSource | list[FeatureRow], vocab_size: int) -> torch.Tensor:
     """Return how often the target generated each token, int64 [V]."""
-    generated = torch.cat([row.input_ids_T[row.generated_mask_T.bool()] for row in rows])
-    return torch.bincount(generated, minlength=vocab_size)
+    source, counts_V = as_source(rows), torch.zeros(vocab_size, dtype=torch.int64)
+    for index in range(len(source)):
+        row = source.tokens(index)
+        generated_N = row.input_ids_T[row.generated_mask_T]
+        counts_V.index_add_(0, generated_N, torch.ones_like(generated_N))
+    return counts_V
 
 
 def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary) -> Eagle3Head:
@@ -139,12 +143,23 @@ def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary)
     head = Eagle3Head(context.head_config)
     check_same_rope(head.rope, target.decoder, head.config)
     if context.recipe.head.init == "target":
+        check_plain(target)
         init_from_target(head, target, vocabulary)
     else:
         init_random(head)
     set_vocabulary(head, vocabulary)
     head.use_embedding(target.embedding)
     return head.to(target.device)
+
+
+def check_plain(target: Target) -> None:
+    """Raise UserError when the last block of the target, where a head starts, is quantised beyond reading."""
+    try:
+        for layer in target.layers[-1].modules():
+            if isinstance(layer, torch.nn.Linear):
+                plain_weight(layer)
+    except UserError as error:
+        raise UserError(f"cannot warm-start from a quantised target: {error} Set head.init to random.") from None
 
 
 def loop_plan(context: RunContext) -> LoopPlan:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eyas.data.feature_batch import FeatureBatch, collate
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow, RowSource, as_source
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.replay import average_over_slots, replay_chain
 from eyas.models.eagle3 import Eagle3Head
@@ -23,20 +23,26 @@ class HeldOutAcceptance:
 
 @torch.no_grad()
 def held_out_acceptance(
-    head: Eagle3Head, rows: list[FeatureRow], *, depth: int, dtype: torch.dtype, tokens_per_batch: int = 2048
+    head: Eagle3Head,
+    rows: RowSource | list[FeatureRow],
+    *,
+    depth: int,
+    dtype: torch.dtype,
+    tokens_per_batch: int = 2048,
 ) -> HeldOutAcceptance:
     """Return the acceptance of a chain of `depth` over greedily written rows."""
     was_training = head.training
     head.eval()
     device = head.fc.weight.device
     replay, average = AcceptanceStats(depth), AcceptanceStats(depth)
-    ordered = sorted(rows, key=len)
+    source = as_source(rows)
+    ordered = sorted(range(len(source)), key=lambda index: source.lengths[index])
     start = 0
     while start < len(ordered):
         stop = start + 1
-        while stop < len(ordered) and (stop + 1 - start) * len(ordered[stop]) <= tokens_per_batch:
+        while stop < len(ordered) and (stop + 1 - start) * source.lengths[ordered[stop]] <= tokens_per_batch:
             stop += 1
-        chunk = ordered[start:stop]
+        chunk = source.rows(ordered[start:stop])
         batch = collate([[row] for row in chunk], length=len(chunk[-1]), dtype=torch.float32).to(device)
         with torch.autocast(device_type=device.type, dtype=dtype, enabled=dtype != torch.float32):
             hits_BTS = draft_hits(head, batch, depth=depth).cpu()

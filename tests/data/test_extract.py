@@ -1,49 +1,42 @@
 """Features belong to their own token and row, equal the model's states, and survive being interrupted."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
+from eyas.data import shard as shard_module
 from eyas.data.encode import TokenizedExample, encode_reply
-from eyas.data.extract import ExtractionPlan, extract
+from eyas.data.extract import extract
+from eyas.data.extract_plan import ExtractionPlan
 from eyas.data.feature_batch import collate
-from eyas.data.feature_store import FeatureRow, FeatureStore, read_shard, write_shard
+from eyas.data.feature_row import FeatureRow
+from eyas.data.feature_store import FeatureStore
+from eyas.data.shard import encode_row, write_shard
 from eyas.models.errors import UserError
 from eyas.models.target import Target, TargetOutput
+from eyas.tests.data.toys import corpus_rows, spec_of
 from eyas.tests.toys import AUX_LAYERS, tiny_config, tiny_target
 
 TARGET = tiny_target()
 Examples = list[tuple[str, TokenizedExample]]
 
 
-def examples() -> Examples:
-    """Nine rows of 1 to 40 tokens; five share a prefix of 16 tokens, two of those are the same text."""
-    generator = torch.Generator().manual_seed(2)
-    shared = torch.randint(3, 97, (16,), generator=generator).tolist()
-    tails = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (24, 3, 8, 8, 0)]
-    tails[3] = tails[2]
-    rows = [encode_reply(shared, tail) for tail in tails]
-    for length in (1, 7, 33, 2):
-        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
-        rows.append(encode_reply(ids[: (length + 1) // 2], ids[(length + 1) // 2 :]))
-    order = [5, 1, 0, 7, 3, 8, 2, 6, 4]
-    return [(f"row-{n}", rows[n]) for n in order]
-
-
 def run(
     folder: Path, given: Examples, *, target: Target = TARGET, tokens: int = 64, per_shard: int = 2,
-    dtype: torch.dtype = torch.float32, max_length: int = 40, progress: Callable[[int, int, int], None] | None = None,
+    dtype: str = "float32", max_length: int = 40, progress: Callable[[int, int, int], None] | None = None,
+    **fields: object,
 ) -> FeatureStore:  # fmt: skip
-    plan = ExtractionPlan(max_length, tokens, per_shard, dtype)
-    return extract(
-        target, given, plan, folder, target_fingerprint="t", corpus_fingerprint="c",
-        progress=progress or (lambda *_: None),
-    )  # fmt: skip
+    plan = ExtractionPlan(max_length, tokens, per_shard)
+    spec = spec_of(target, state_dtype=dtype, **fields)
+    return extract(target, given, plan, folder, spec=spec, progress=progress or (lambda *_: None))
 
 
 def same_row(a: FeatureRow, b: FeatureRow) -> bool:
@@ -59,19 +52,20 @@ def alone(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize(("tokens", "per_shard"), [(1, 2), (64, 2), (4096, 9), (100, 4)])
 def test_every_row_equals_a_forward_of_its_own(tmp_path: Path, tokens: int, per_shard: int) -> None:
-    given = examples()
+    given = corpus_rows()
     store = run(tmp_path, given, tokens=tokens, per_shard=per_shard)
-    rows = store.rows()
+    rows = store.all_rows()
     assert [row.id for row in rows] == [name for name, _ in given]
     for row, (_, example) in zip(rows, given, strict=True):
         aux, final, logits = alone(example.input_ids_T)
         assert torch.equal(row.input_ids_T, example.input_ids_T)
         assert torch.equal(row.generated_mask_T, example.generated_mask_T)
         torch.testing.assert_close(row.aux_hidden_TF, aux, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(row.final_hidden_TD, final, rtol=1e-4, atol=1e-4)
         m = example.generated_mask_T.tolist()
         taught = [p for p in range(len(m) - 1) if m[p] and m[p + 1]]
         assert [p for p in range(len(m)) if row.argmax_T[p] >= 0] == taught
+        torch.testing.assert_close(row.final_hidden_TD[taught], final[taught], rtol=1e-4, atol=1e-4)
+        assert bool(row.final_hidden_TD[[p for p in range(len(m)) if p not in taught]].isnan().all())
         assert row.argmax_T[taught].tolist() == logits[taught].argmax(-1).tolist()
     assert len(list(tmp_path.glob("shard-*"))) == -(-9 // per_shard)
     assert sum(len(row) for row in rows) == store.manifest.tokens == 40 + 19 + 24 + 24 + 16 + 1 + 7 + 33 + 2
@@ -80,7 +74,7 @@ def test_every_row_equals_a_forward_of_its_own(tmp_path: Path, tokens: int, per_
 def test_argmax_is_kept_exactly_where_a_slot_is_taught(tmp_path: Path) -> None:
     ids = torch.arange(10, 20)
     mask = torch.tensor([False, False, True, True, False, True, False, True, True, True])
-    (row,) = run(tmp_path, [("turns", TokenizedExample(ids, mask))]).rows()
+    (row,) = run(tmp_path, [("turns", TokenizedExample(ids, mask))]).all_rows()
     predicted = alone(ids)[2].argmax(-1).tolist()
     expected = [-1] * 10
     for position in (2, 7, 8):  # this token and the next one were both generated
@@ -92,18 +86,22 @@ def test_argmax_is_kept_exactly_where_a_slot_is_taught(tmp_path: Path) -> None:
 
 
 def test_order_and_repetition_change_nothing(tmp_path: Path) -> None:
-    given = examples()
-    first = {row.id: row for row in run(tmp_path / "a", given).rows()}
-    again = {row.id: row for row in run(tmp_path / "b", given).rows()}
-    by_length = {row.id: row for row in run(tmp_path / "c", sorted(given, key=lambda r: len(r[1])), tokens=400).rows()}
+    given = corpus_rows()
+    first = {row.id: row for row in run(tmp_path / "a", given).all_rows()}
+    again = {row.id: row for row in run(tmp_path / "b", given).all_rows()}
+    by_length = {
+        row.id: row for row in run(tmp_path / "c", sorted(given, key=lambda r: len(r[1])), tokens=400).all_rows()
+    }
     assert all(torch.equal(first[name].aux_hidden_TF, again[name].aux_hidden_TF) for name in first)
     for name, row in first.items():
         torch.testing.assert_close(by_length[name].aux_hidden_TF, row.aux_hidden_TF, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(by_length[name].final_hidden_TD, row.final_hidden_TD, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            by_length[name].final_hidden_TD, row.final_hidden_TD, rtol=1e-4, atol=1e-4, equal_nan=True
+        )
 
 
 def test_identical_texts_have_identical_features(tmp_path: Path) -> None:
-    rows = {row.id: row for row in run(tmp_path, examples()).rows()}
+    rows = {row.id: row for row in run(tmp_path, corpus_rows()).all_rows()}
     torch.testing.assert_close(rows["row-2"].aux_hidden_TF, rows["row-3"].aux_hidden_TF, rtol=1e-4, atol=1e-4)
     assert torch.equal(rows["row-2"].input_ids_T, rows["row-3"].input_ids_T)
 
@@ -118,7 +116,7 @@ def test_batches_respect_their_token_limit(tmp_path: Path) -> None:
         return inner(ids, **kwargs)  # type: ignore[arg-type]
 
     target.forward = forward  # type: ignore[method-assign, assignment]
-    run(tmp_path, examples(), target=target, tokens=80, per_shard=9)
+    run(tmp_path, corpus_rows(), target=target, tokens=80, per_shard=9)
     assert all(rows * length <= 80 for rows, length in shapes)
     assert max(rows for rows, _ in shapes) > 1
 
@@ -128,8 +126,8 @@ def test_batches_respect_their_token_limit(tmp_path: Path) -> None:
 def test_rebuilt_logits_equal_the_models_whatever_the_final_norm(tmp_path: Path, weight: Tensor) -> None:
     target = tiny_target(aux_layers=(1, 2, 4), layers=4)
     target.model.model.norm.weight.data.copy_(weight)
-    example = examples()[2][1]
-    (row,) = run(tmp_path, [("r", example)], target=target).rows()
+    example = corpus_rows()[2][1]
+    (row,) = run(tmp_path, [("r", example)], target=target, final_at="everywhere").all_rows()
     ids = example.input_ids_T[None]
     with torch.inference_mode():
         out = target.model(ids, output_hidden_states=True)
@@ -160,7 +158,7 @@ def constant_layers(*, constants: list[float], aux_layers: tuple[int, ...]) -> T
 def test_residual_stream_known_by_hand(tmp_path: Path) -> None:
     target = constant_layers(constants=[1.0, 10.0, 100.0, 1000.0], aux_layers=(0, 1, 3, 4))
     example = encode_reply([5, 6], [7, 8, 2])
-    (row,) = run(tmp_path, [("r", example)], target=target).rows()
+    (row,) = run(tmp_path, [("r", example)], target=target, final_at="everywhere").all_rows()
     embedded = target.model.model.embed_tokens.weight[example.input_ids_T]
     for tap, added in enumerate((0.0, 1.0, 111.0, 1111.0)):
         torch.testing.assert_close(row.aux_hidden_TF[:, 40 * tap : 40 * tap + 40], embedded + added)
@@ -169,16 +167,16 @@ def test_residual_stream_known_by_hand(tmp_path: Path) -> None:
     logits = row.final_hidden_TD @ target.model.lm_head.weight.T
     assert row.argmax_T.tolist() == [-1, -1, int(logits[2].argmax()), int(logits[3].argmax()), -1]
     store = FeatureStore(tmp_path)
-    assert (store.manifest.aux_layers, store.manifest.final_state) == ((0, 1, 3, 4), "post-norm")
+    assert (store.manifest.spec.aux_layers, store.manifest.spec.final_state) == ((0, 1, 3, 4), "post-norm")
 
 
 def test_states_that_overflow_half_precision_leave_no_shard_and_no_manifest(tmp_path: Path) -> None:
     target = constant_layers(constants=[1.0, 7e4, 1.0], aux_layers=(1, 2))
     given = [("small", encode_reply([5, 6], [7, 8]))]
-    with pytest.raises(UserError, match=r"aux_hidden of row small is not finite in torch.float16: .* 7e\+04"):
-        run(tmp_path, given, target=target, dtype=torch.float16)
+    with pytest.raises(UserError, match=r"aux_hidden of row small is not finite in float16: .* 7e\+04"):
+        run(tmp_path, given, target=target, dtype="float16")
     assert not list(tmp_path.iterdir())
-    (row,) = run(tmp_path, given, target=target, dtype=torch.bfloat16).rows()
+    (row,) = run(tmp_path, given, target=target, dtype="bfloat16").all_rows()
     assert float(row.aux_hidden_TF[:, 40:].float().mean()) == pytest.approx(7e4, rel=0.01)
 
 
@@ -186,7 +184,7 @@ def test_target_that_computes_no_number_is_refused(tmp_path: Path) -> None:
     target = tiny_target()
     target.model.model.layers[3].mlp.down_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match="nan"):
-        run(tmp_path, examples(), target=target)
+        run(tmp_path, corpus_rows(), target=target)
     assert not list(tmp_path.glob("shard-*"))
 
 
@@ -202,19 +200,23 @@ def test_batched_forward_that_mixes_rows_is_found(tmp_path: Path) -> None:
     target.forward = leaky  # type: ignore[method-assign, assignment]
     short = [(f"r{n}", encode_reply([5 + n, 6], [7, 8])) for n in range(3)]
     given = [("alone", encode_reply([5] * 6, [6] * 6)), *short]
-    with pytest.raises(UserError, match=r"row r2: aux_hidden_TF differs .* batched forward mixes rows"):
+    with pytest.raises(UserError, match=r"row r\d: aux_hidden_TF differs .* batched forward mixes rows"):
         run(tmp_path, given, target=target, tokens=12, per_shard=4)
     assert not list(tmp_path.iterdir())
-    assert len(run(tmp_path, given, target=target, tokens=1, per_shard=4).rows()) == 4
+    assert len(run(tmp_path, given, target=target, tokens=1, per_shard=4).all_rows()) == 4
 
 
 class Kill(Exception):
     pass
 
 
-def test_resume_keeps_finished_shards_and_ignores_torn_temporary_files(tmp_path: Path) -> None:
-    given = examples()
-    whole = run(tmp_path / "whole", given, per_shard=2)
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_resume_keeps_finished_shards_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    given = corpus_rows()
+    run(tmp_path / "whole", given, per_shard=2)
 
     def kill(done: int, total: int, tokens: int) -> None:
         assert total == 9
@@ -227,21 +229,58 @@ def test_resume_keeps_finished_shards_and_ignores_torn_temporary_files(tmp_path:
     assert sorted(path.name for path in folder.iterdir()) == [f"shard-0000{n}.safetensors" for n in (0, 1)]
     with pytest.raises(UserError, match="no finished feature store"):
         FeatureStore(folder)
-    (folder / ".shard-00002.safetensors.4711.tmp").write_bytes(b"torn")
+    (folder / ".shard-00002.safetensors.tmp").write_bytes(b"torn")
     for path in folder.glob("shard-*"):
         os.utime(path, ns=(10**18, 10**18))
     seen: list[tuple[int, int]] = []
-    store = run(folder, given, per_shard=2, progress=lambda done, _, tokens: seen.append((done, tokens)))
+    run(folder, given, per_shard=2, progress=lambda done, _, tokens: seen.append((done, tokens)))
     assert [path.stat().st_mtime_ns == 10**18 for path in sorted(folder.glob("shard-*"))] == [True] * 2 + [False] * 3
     assert seen[:2] == [(2, 0), (4, 0)]
-    assert sum(tokens for _, tokens in seen) == sum(len(example) for _, example in given[4:])
+    lengths = sorted((len(example) for _, example in given), reverse=True)
+    assert sum(tokens for _, tokens in seen) == sum(lengths[4:])
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert store.manifest == whole.manifest
-    assert all(same_row(a, b) for a, b in zip(store.rows(), whole.rows(), strict=True))
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_whole_shards_and_resumes_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = corpus_rows()
+    run(tmp_path / "whole", given, per_shard=2)
+    save, folder = shard_module.save_file, tmp_path / "full"
+
+    def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save(tensors, path, metadata=metadata)
+        if "00003" in path.name:
+            path.write_bytes(path.read_bytes()[:500])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_module, "save_file", full)
+        with pytest.raises(UserError, match=r"cannot write .*shard-00003.safetensors .* No space left .* run again"):
+            run(folder, given, per_shard=2)
+    assert sorted(path.name for path in folder.iterdir()) == [f"shard-0000{n}.safetensors" for n in (0, 1, 2)]
+    run(folder, given, per_shard=2)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_manifest_does_not_outlive_a_shard(tmp_path: Path) -> None:
+    store = run(tmp_path, corpus_rows())
+    (tmp_path / "shard-00003.safetensors").unlink()
+    with pytest.raises(UserError, match="rank 1 alone"):
+        extract(
+            TARGET, corpus_rows(), ExtractionPlan(40, 64, 2), tmp_path, spec=store.manifest.spec,
+            progress=lambda *_: raise_user_error(), rank=0, ranks=2,
+        )  # fmt: skip
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def raise_user_error() -> None:
+    raise UserError("rank 1 alone has not written its shard")
 
 
 def test_finished_store_is_read_not_computed_again(tmp_path: Path) -> None:
-    given = examples()
+    given = corpus_rows()
     run(tmp_path, given)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*")}
     tokens = 0
@@ -250,13 +289,9 @@ def test_finished_store_is_read_not_computed_again(tmp_path: Path) -> None:
         nonlocal tokens
         tokens += new
 
-    assert len(run(tmp_path, given, progress=count).rows()) == 9
+    assert len(run(tmp_path, given, progress=count).all_rows()) == 9
     assert tokens == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def other_order(given: Examples) -> Examples:
-    return [given[1], given[0], *given[2:]]
 
 
 def other_id(given: Examples) -> Examples:
@@ -275,51 +310,62 @@ def other_mask(given: Examples) -> Examples:
     return [given[0], (given[1][0], TokenizedExample(example.input_ids_T, ~example.generated_mask_T)), *given[2:]]
 
 
-@pytest.mark.parametrize("change", [other_order, other_id, other_token, other_mask])
+@pytest.mark.parametrize("change", [other_id, other_token, other_mask])
 def test_other_rows_in_a_finished_shard_are_refused(tmp_path: Path, change: Callable[[Examples], Examples]) -> None:
-    run(tmp_path, examples())
-    with pytest.raises(UserError, match=r"shard-00000.safetensors holds other rows than the corpus; delete"):
-        run(tmp_path, change(examples()))
+    run(tmp_path, corpus_rows())
+    with pytest.raises(UserError, match=r"shard-0000\d.safetensors holds other rows than the corpus; delete"):
+        run(tmp_path, change(corpus_rows()))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [tiny_target(seed=1), tiny_target(aux_layers=(1, 2, 3)), tiny_target(aux_layers=(1, 2))],
-    ids=["weights", "layers", "number of layers"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_finished_shards_of_another_target_are_refused(tmp_path: Path, other: Target, dtype: torch.dtype) -> None:
-    given = examples()[1:]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_finished_shards_of_other_weights_are_refused_though_everything_is_said_to_be_the_same(
+    tmp_path: Path, dtype: str
+) -> None:
+    given = corpus_rows()[1:]
     run(tmp_path, given, dtype=dtype)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"row row-1: aux_hidden_TF .*shard-00000.safetensors.* run extract again"):
-        run(tmp_path, given, target=other, dtype=dtype)
+    with pytest.raises(UserError, match=r"row row-0: aux_hidden_TF .*shard-00000.safetensors.* run extract again"):
+        run(tmp_path, given, target=tiny_target(seed=1), dtype=dtype)
     assert not (tmp_path / "manifest.json").exists()
-    assert len(run(tmp_path, given, dtype=dtype).rows()) == 8
+    assert len(run(tmp_path, given, dtype=dtype).all_rows()) == 8
 
 
-def test_finished_shards_of_another_dtype_are_refused(tmp_path: Path) -> None:
-    run(tmp_path, examples(), dtype=torch.bfloat16)
-    with pytest.raises(
-        UserError, match=r"shard-00000.safetensors holds torch.bfloat16 states, torch.float32 was asked"
-    ):
-        run(tmp_path, examples(), dtype=torch.float32)
+def test_finished_shards_of_other_layers_or_another_dtype_are_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path, corpus_rows(), dtype="bfloat16")
+    with pytest.raises(UserError, match=r"state_dtype is 'bfloat16' there, 'float32' here"):
+        run(tmp_path, corpus_rows())
+    with pytest.raises(UserError, match=r"aux_layers is \(1, 2, 4\) there, \(1, 2, 3\) here"):
+        run(tmp_path, corpus_rows(), target=tiny_target(aux_layers=(1, 2, 3)), dtype="bfloat16")
 
 
-def test_swapped_features_in_a_finished_shard_are_refused_on_resume(tmp_path: Path) -> None:
+def test_features_of_other_positions_in_a_finished_shard_are_refused_on_resume(tmp_path: Path) -> None:
     given = [("a", encode_reply([5, 6], [7, 8])), ("b", encode_reply([9, 10], [11, 12]))]
-    run(tmp_path, given)
-    path = tmp_path / "shard-00000.safetensors"
-    a, b = read_shard(path)
+    store = run(tmp_path, given)
+    a, b = store.all_rows()
     a.__dict__["aux_hidden_TF"], b.__dict__["aux_hidden_TF"] = b.aux_hidden_TF, a.aux_hidden_TF
-    write_shard(path, [a, b], state_dtype=torch.float32)
+    spec = store.manifest.spec
+    write_shard(tmp_path / "shard-00000.safetensors", [encode_row(row, spec) for row in (a, b)], spec, measured={})
     with pytest.raises(UserError, match="row a: aux_hidden_TF"):
         run(tmp_path, given)
 
 
+def test_a_target_that_gives_back_fewer_states_is_refused(tmp_path: Path) -> None:
+    target = tiny_target()
+    inner = target.forward
+
+    def shortened(ids: Tensor, **kwargs: Tensor) -> TargetOutput:
+        out = inner(ids, **kwargs)  # type: ignore[arg-type]
+        return TargetOutput(out.aux_hidden_BTF[:, :-1], out.final_hidden_BTD)
+
+    target.forward = shortened  # type: ignore[method-assign, assignment]
+    with pytest.raises(UserError, match=r"row row-0: the target gave 39 aux and 40 final states for 40 tokens"):
+        run(tmp_path, corpus_rows(), target=target)
+    assert not list(tmp_path.iterdir())
+
+
 def test_row_over_the_length_limit_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"row row-0 has 40 tokens, more than train.line_length = 39"):
-        run(tmp_path / "new", examples(), max_length=39)
+        run(tmp_path / "new", corpus_rows(), max_length=39)
     assert not (tmp_path / "new").exists()
 
 
@@ -336,3 +382,27 @@ def test_corpus_that_teaches_nothing_or_repeats_an_id_is_refused(tmp_path: Path,
     with pytest.raises(UserError, match=message):
         run(tmp_path / "new", given)
     assert not (tmp_path / "new").exists()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+def test_no_tensor_of_a_rows_tokens_by_the_vocabulary_is_ever_made(tmp_path: Path) -> None:
+    vocab, length = 128256, 2048
+    target = tiny_target(vocab_size=vocab, max_position_embeddings=length, initializer_range=0.05)
+    ids = torch.randint(vocab, (length,)).tolist()
+    with Largest() as largest:
+        store = run(tmp_path, [("long", encode_reply(ids[:1000], ids[1000:]))], target=target, max_length=length)
+    assert store.manifest.taught == length - 1001
+    assert largest.elements <= 512 * vocab
+    assert sum(path.stat().st_size for path in tmp_path.glob("shard-*")) < length * vocab // 100

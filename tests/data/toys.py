@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eyas.data.encode import ChatTemplate, TokenizedExample
-from eyas.data.feature_store import FeatureRow
+from eyas.data.encode import ChatTemplate, TokenizedExample, encode_reply
+from eyas.data.feature_row import FeatureRow
+from eyas.data.manifest import FeatureSpec
 from eyas.models.target import Target
 from eyas.tests.toys import byte_tokenizer, tiny_config
 
@@ -92,3 +93,35 @@ def feature_row(name: str, ids: list[int], generated: list[int]) -> FeatureRow:
 def slots(mask_BT: Tensor, line: int = 0) -> list[int]:
     """Return the true positions of one line."""
     return [int(t) for t in mask_BT[line].nonzero().squeeze(-1)]
+
+
+def spec_of(target: Target | None = None, /, **fields: object) -> FeatureSpec:
+    """Return the spec of a tiny store of a target, or of `feature_row` rows (two layers of two numbers)."""
+    own: dict[str, object] = {
+        "target": "t",
+        "quantization": "none",
+        "tokenizer": "k",
+        "template": "c",
+        "template_arguments": "{}",
+        "aux_layers": target.aux_layers if target else (1, 2),
+        "hidden_size": target.config.hidden_size if target else 2,
+        "vocab_size": target.vocab_size if target else 97,
+        "compute_dtype": "float32",
+        "state_dtype": "float32",
+        "data": "d",
+    }
+    return FeatureSpec(**{**own, **fields})  # type: ignore[arg-type]
+
+
+def corpus_rows() -> list[tuple[str, TokenizedExample]]:
+    """Return nine rows of 1 to 40 tokens; five share a prefix of 16 tokens, two of those are the same text."""
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randint(3, 97, (16,), generator=generator).tolist()
+    tails = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (24, 3, 8, 8, 0)]
+    tails[3] = tails[2]
+    rows = [encode_reply(shared, tail) for tail in tails]
+    for length in (1, 7, 33, 2):
+        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+        rows.append(encode_reply(ids[: (length + 1) // 2], ids[(length + 1) // 2 :]))
+    order = [5, 1, 0, 7, 3, 8, 2, 6, 4]
+    return [(f"row-{n}", rows[n]) for n in order]

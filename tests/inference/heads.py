@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Attend, Eagle3Head

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.data.feature_batch import FeatureBatch, collate
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.inference.draft import EagleDrafter
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.ttt_attention import TTTContext

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from eyas.data.feature_store import FeatureRow, read_shard, write_shard
+from eyas.data.feature_row import FeatureRow
+from eyas.data.shard import Shard, encode_row, write_shard
 from eyas.models.errors import UserError
 from eyas.models.head_config import default_aux_layers
 from eyas.models.target import Target, load_tokenizer, model_fingerprint
+from eyas.tests.data.toys import spec_of
 from eyas.tests.models.families import ODD_HEADS, SERVED, family_model
 from eyas.tests.toys import byte_tokenizer, save_tiny_model, tiny_config, tiny_target
 
@@ -139,8 +141,9 @@ def test_final_states_from_hooks_library_and_file_rebuild_the_logits(tmp_path: P
     mask = torch.ones(T, dtype=torch.bool)
     aux, final = out.aux_hidden_BTF[0].clone(), out.final_hidden_BTD[0].clone()
     stored = FeatureRow("row", row, mask, aux, final, truth.logits[0].argmax(-1))
-    write_shard(tmp_path / "shard", [stored], state_dtype=torch.float32)
-    (read,) = read_shard(tmp_path / "shard")
+    spec = spec_of(target, final_at="everywhere")
+    write_shard(tmp_path / "shard", [encode_row(stored, spec)], spec, measured={})
+    read = Shard(tmp_path / "shard").row(0)
     pre_norm = read.aux_hidden_TF.chunk(3, -1)[2]
     sources = {
         "hooks": out.final_hidden_BTD[0],
@@ -198,14 +201,6 @@ def test_default_aux_layers(layers: int, expected: tuple[int, ...]) -> None:
 def test_default_aux_layers_that_would_collide_are_refused() -> None:
     with pytest.raises(UserError, match=r"collide on a target of 6 layers; name distinct layers between 0 and 6"):
         default_aux_layers(6)
-
-
-def test_layers_that_are_not_found_are_refused_with_what_is_there() -> None:
-    model = LlamaForCausalLM(tiny_config())
-    model.model.blocks = model.model.layers
-    del model.model.layers
-    with pytest.raises(UserError, match=r"decoder layers of a llama model under 'layers' \(it has: .*blocks"):
-        Target(model)
 
 
 def test_a_decoder_without_positions_is_refused() -> None:

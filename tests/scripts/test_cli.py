@@ -150,9 +150,9 @@ def test_a_feature_store_made_for_another_target_is_refused(
     outcome = eyas("train", recipe, "--out", "run")
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1].startswith(
-        "error: the feature store 'run/features' was made for another target"
+        "error: the feature store 'run/features' was made of something else: target is '"
     )
-    assert outcome.err.splitlines()[-1].endswith("; extract again.")
+    assert "aux_layers is (2, 4, 6) there, (2, 4, 5) here" in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("arguments", [["unheard-of"], ["run"], ["run", "a", "--unheard-of"]])
@@ -273,4 +273,4 @@ def test_doctor_checks_a_recipe_and_fails_with_exit_code_1(eyas: Eyas, recipe: P
 
 
 def test_doctor_takes_recipes_only(eyas: Eyas, model: Path) -> None:
-    assert "is a model folder; eyas doctor takes a recipe" in refused(eyas("doctor", model))
+    assert "is checked as a head, which needs --target MODEL" in refused(eyas("doctor", model))

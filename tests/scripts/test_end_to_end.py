@@ -82,8 +82,8 @@ def test_the_corpus_holds_every_prompt_in_every_style(finished: Finished) -> Non
     assert (splits.count("validation"), splits.count("train")) == (2, 2 * (TRAIN_PROMPTS - 2))
     assert all(1 <= len(row.reply_ids) <= 24 for row in rows)
     store = FeatureStore(finished.folder / "features")
-    assert [row.id for row in store.rows()] == [row.id for row in rows]
-    assert store.manifest.aux_layers == (2, 4, 5)
+    assert store.row_ids == [row.id for row in rows]
+    assert store.manifest.spec.aux_layers == (2, 4, 5)
 
 
 def test_greedy_output_is_plain_decodings_and_the_numbers_add_up(finished: Finished) -> None:
@@ -156,7 +156,7 @@ def test_run_again_every_stage_is_skipped_and_json_is_alone_on_stdout(finished: 
 def outcome(folder: Path) -> dict[str, Any]:
     """Return what must not depend on interruptions: texts, features, weights and decoded tokens."""
     rows = load_corpus(folder / "corpus" / "corpus.jsonl")
-    features = FeatureStore(folder / "features").rows()
+    features = FeatureStore(folder / "features").all_rows()
     measured = read_measurements(folder / "evaluation" / "measurements.jsonl")
     return {
         "corpus": [(row.id, row.split, row.prompt_ids, row.reply_ids, row.finish_reason) for row in rows],

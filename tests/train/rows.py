@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head

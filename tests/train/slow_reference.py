@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
 from eyas.tests.train.rows import head_vocabulary

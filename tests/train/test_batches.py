@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.models.target import Target
 from eyas.tests.toys import tiny_target
 from eyas.tests.train.rows import random_row

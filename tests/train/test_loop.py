@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from eyas.data.feature_batch import FeatureBatch
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.models.checkpoint import load_head
 from eyas.models.eagle3 import Eagle3Head

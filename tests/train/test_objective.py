@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eyas.data.feature_batch import FeatureBatch, collate
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
 from eyas.models.target_head import TargetHead

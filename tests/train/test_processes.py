@@ -108,3 +108,23 @@ def test_several_cpu_ranks_asked_of_accelerate_are_refused_because_it_starts_one
     said = capsys.readouterr().err
     assert "unless it is given --config_file" in said
     assert "cpu-processes.yaml (or use torchrun --standalone --nproc_per_node N -m eyas.train RECIPE)" in said
+
+
+def test_the_extract_stage_on_two_processes_writes_the_store_of_one(launched: Launched, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copytree(launched.before / "corpus", run / "corpus")
+    (run / "stages").mkdir()
+    shutil.copy(launched.before / "stages" / "synthesize.json", run / "stages")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    command += ["eyas.train", str(launched.recipe), "--stage", "extract", "--out", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("[")] == ["[2/5] extract"]
+    assert json.loads((run / "stages" / "extract.json").read_text())["finished"]
+    written, expected = (
+        {path.name: path.read_bytes() for path in (folder / "features").iterdir()} for folder in (run, launched.before)
+    )
+    assert written.keys() == expected.keys()
+    assert [name for name in expected if written[name] != expected[name]] == []

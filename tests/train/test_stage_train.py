@@ -40,9 +40,9 @@ def test_rows_without_a_slot_are_left_out_and_counted(
     single = random_row(target, "single", prompt=4, reply=1, seed=1)
     run = context(model, tmp_path)
     module = objective(target, tiny_head(target))
-    assert usable_rows(run, module, [single, good, single]) == [good]
+    assert usable_rows(run, module, [single, good, single]).rows([0]) == [good]
     assert capsys.readouterr().err.startswith("  left out 2 of 3 rows without slots (replies of a single token, ")
-    assert usable_rows(run, module, [good]) == [good]
+    assert usable_rows(run, module, [good]).rows([0]) == [good]
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match=r"none of the 1 training rows has a slot to train"):
         usable_rows(run, module, [single])

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from eyas.data.feature_batch import collate
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.draft import ChainTree
 from eyas.inference.engine import Engine, Generation, GenerationRequest
