@@ -5,7 +5,7 @@ import sys
 import typer
 
 from eyas.models.errors import UserError
-from eyas.scripts import run
+from eyas.scripts import bench, run
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
 
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 add_stage_verbs(app)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from eyas.data.batch_decode import BatchDecoder, Reply, Request
+from eyas.data.backends import Reply, Request
+from eyas.data.batch_decode import BatchDecoder
 from eyas.models.draw import draw
 from eyas.models.errors import UserError
 from eyas.models.target import Target
@@ -16,14 +17,14 @@ STOPS = frozenset({2, 31, 60})
 TARGET = tiny_target(aux_layers=())
 
 
-def requests(*, temperature: float = 0.0, top_k: int = 0) -> list[Request]:
+def requests(*, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[Request]:
     """Eleven requests with prompts of 1 to 23 tokens and limits of 1 to 24."""
     generator = torch.Generator().manual_seed(1)
     prompts, limits = [7, 1, 23, 3, 12, 2, 19, 5, 5, 9, 16], [24, 18, 1, 24, 2, 9, 24, 13, 24, 5, 24]
     made = []
     for n, (prompt, new) in enumerate(zip(prompts, limits, strict=True)):
         ids = torch.randint(3, 97, (prompt,), generator=generator).tolist()
-        made.append(Request(f"r{n}", tuple(ids), new, STOPS, temperature, top_k, seed=100 + n))
+        made.append(Request(f"r{n}", tuple(ids), new, STOPS, temperature, top_k, top_p, seed=100 + n))
     return made
 
 

@@ -1,0 +1,134 @@
+"""Every request answered once: logs of several ranks, any order of replies, kills, other prompts under an old id."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eyas.data.answering import ReplyLog, answer_all
+from eyas.data.backends import Reply, Request
+from eyas.data.ranks import Ranks
+
+ASKED = [Request(f"r{n}", (5, 6, n), 4, frozenset({2})) for n in range(13)]
+
+
+def reply_to(request: Request) -> Reply:
+    return Reply(request, (request.prompt_ids[-1], 2), "stop")
+
+
+class Echo:
+    """A backend that repeats the prompt's last token, last request first, and remembers whom it answered."""
+
+    def __init__(self, *, dies_after: int | None = None) -> None:
+        self.answered: list[str] = []
+        self.dies_after = dies_after
+
+    def run(self, requests: list[Request]) -> Iterator[Reply]:
+        for request in reversed(requests):
+            if len(self.answered) == self.dies_after:
+                raise SystemExit
+            self.answered.append(request.id)
+            yield reply_to(request)
+
+
+def answer(folder: Path, backend: Echo, asked: list[Request] = ASKED, *, ranks: Ranks | None = None) -> list[Reply]:
+    ranks = ranks or Ranks()
+    log = ReplyLog(folder, rows_per_part=3, rank=ranks.rank)
+    return answer_all(backend, asked, log, ranks, phase="writing", progress=lambda *_: None)
+
+
+def test_replies_come_in_the_order_asked_and_lie_in_whole_parts(tmp_path: Path) -> None:
+    assert answer(tmp_path, Echo()) == [reply_to(request) for request in ASKED]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"part-000-{n:05d}.jsonl" for n in range(5)]
+    assert [path.read_bytes().count(b"\n") for path in sorted(tmp_path.iterdir())] == [3, 3, 3, 3, 1]
+
+
+def test_what_is_on_disk_is_not_asked_again(tmp_path: Path) -> None:
+    answer(tmp_path, Echo(), ASKED[4:9])
+    second = Echo()
+    assert answer(tmp_path, second) == [reply_to(request) for request in ASKED]
+    assert sorted(second.answered) == sorted(request.id for request in ASKED[:4] + ASKED[9:])
+    third = Echo()
+    answer(tmp_path, third)
+    assert third.answered == []
+
+
+def test_a_lost_part_is_asked_for_again_and_no_name_is_taken_twice(tmp_path: Path) -> None:
+    answer(tmp_path, Echo())
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir() if path.stem != "part-000-00001"}
+    (tmp_path / "part-000-00001.jsonl").unlink()
+    (tmp_path / ".part-000-00005.jsonl.4711.tmp").write_text('{"id": "torn", "pro')
+    again = Echo()
+    assert answer(tmp_path, again) == [reply_to(request) for request in ASKED]
+    assert len(again.answered) == 3
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_reply_to_another_prompt_is_not_taken_over_and_not_lost(tmp_path: Path) -> None:
+    other = [replace(request, prompt_ids=(9, 9, 50)) for request in ASKED[:2]]
+    assert answer(tmp_path, Echo(), other)[0].token_ids == (50, 2)
+    assert [reply.token_ids[0] for reply in answer(tmp_path, Echo(), ASKED[:2])] == [0, 1]
+    back = Echo()
+    assert answer(tmp_path, back, other)[0].token_ids == (50, 2)
+    assert back.answered == []
+
+
+def test_a_dropped_reply_is_remembered_with_its_fault(tmp_path: Path) -> None:
+    log = ReplyLog(tmp_path, rows_per_part=1)
+    dropped = Reply(ASKED[0], (), "dropped", fault="text \u201cx\u201d does not encode")
+    log.add(dropped)
+    log.add(Reply(ASKED[1], (7, 2), "stop", exact=False))
+    assert log.read(ASKED) == {"r0": dropped, "r1": Reply(ASKED[1], (7, 2), "stop", exact=False)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_shares_are_even_and_cover_everything_once(count: int) -> None:
+    shares = [Ranks(rank, count).share(ASKED) for rank in range(count)]
+    assert sorted(r.id for share in shares for r in share) == sorted(r.id for r in ASKED)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [Ranks(rank, count).share(reversed(ASKED)) for rank in range(count)] == shares
+
+
+def together(folder: Path, backends: list[Echo], asked: list[Request] = ASKED) -> list[list[Reply]]:
+    """Answer on as many ranks as there are backends; one that dies breaks the others' waiting, as a launcher does."""
+    barrier = threading.Barrier(len(backends))
+    results: list[list[Reply]] = [[] for _ in backends]
+
+    def wait() -> None:
+        barrier.wait(timeout=20)
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = answer(folder, backends[rank], asked, ranks=Ranks(rank, len(backends), wait))
+        except (SystemExit, threading.BrokenBarrierError):
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(backends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_divide_the_work_and_all_get_all_replies(tmp_path: Path, count: int) -> None:
+    backends = [Echo() for _ in range(count)]
+    expected = [reply_to(request) for request in ASKED]
+    assert together(tmp_path, backends) == [expected] * count
+    assert sorted(name for backend in backends for name in backend.answered) == sorted(r.id for r in ASKED)
+    assert min(len(backend.answered) for backend in backends) >= len(ASKED) // count
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (2, 3), (1, 2), (3, 2)])
+def test_another_number_of_ranks_goes_on_where_the_first_broke_off(tmp_path: Path, first: int, second: int) -> None:
+    dying = [Echo(dies_after=3) for _ in range(first)]
+    together(tmp_path, dying)
+    answered = {name for backend in dying for name in backend.answered}
+    rest = [Echo() for _ in range(second)]
+    assert together(tmp_path, rest) == [[reply_to(request) for request in ASKED]] * second
+    assert sorted(name for backend in rest for name in backend.answered) == sorted({r.id for r in ASKED} - answered)
