@@ -327,7 +327,10 @@ def test_stop_ids_are_the_end_of_turn_and_the_models_own() -> None:
 
 def test_single_turn_corpora_are_what_they_were_before_multi_turn_ones(corpus: list[CorpusRow], tmp_path: Path) -> None:
     """The hashes are of the corpora that the code before multi-turn rows wrote, with these settings and this target."""
-    assert (len(corpus), fingerprint(corpus)) == (30, "16ac0c1701ccf06b6f7152ec76c87e2a97df8cee5abecbcf7991d9f49c019e36")
+    assert (len(corpus), fingerprint(corpus)) == (
+        30,
+        "16ac0c1701ccf06b6f7152ec76c87e2a97df8cee5abecbcf7991d9f49c019e36",
+    )
     plan = SynthesisPlan(
         self_prompts=40,
         self_heldout=4,
@@ -382,10 +385,9 @@ def test_every_turn_is_written_by_the_target_behind_its_own_earlier_turns(tmp_pa
 def test_multi_turn_corpora_resume_to_the_same_bytes(tmp_path: Path) -> None:
     given = [talk(f"t{n}", f"{n} and {n}", "so what", "and then") for n in range(5)]
     plan = replace(PLAN, max_prompt_tokens=200)
-    write(tmp_path / "whole", plan, given)
-    turns = load_corpus(tmp_path / "whole" / "corpus.jsonl")
-    assert max(len(row.generated) for row in turns) == 3
-    for crash_at in (20, 50, 58):
+    _, written = write(tmp_path / "whole", plan, given)
+    assert max(len(row.generated) for row in load_corpus(tmp_path / "whole" / "corpus.jsonl")) == 3
+    for crash_at in (20, len(written) * 2 // 3, len(written)):
         broken = tmp_path / str(crash_at)
         with pytest.raises(Crash):
             write(broken, plan, given, crash_at=crash_at)
