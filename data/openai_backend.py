@@ -118,7 +118,7 @@ class OpenAIBackend:
         tokenizer = self.template.tokenizer
         end = [self.template.end_of_turn] if reason == "stop" else []
         before = str(tokenizer.decode(list(request.prompt_ids), clean_up_tokenization_spaces=False))
-        whole = tokenizer(before + text + "".join(map(tokenizer.decode, end)), add_special_tokens=False).input_ids
+        whole = tokenizer(before + text + str(tokenizer.decode(end)), add_special_tokens=False).input_ids
         ids = whole[len(request.prompt_ids) :]
         alone = tokenizer(text, add_special_tokens=False).input_ids
         # A server counts the token that ended the reply, or does not.

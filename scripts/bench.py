@@ -2,11 +2,15 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from eyas.scripts.options import JsonOption
+
+if TYPE_CHECKING:
+    from eyas.train.progress import Bar
 
 app = typer.Typer(help="Time two ways of doing the same side by side; what counts is the ratio.", no_args_is_help=True)
 
@@ -50,13 +54,8 @@ def generate(
     results = []
     with Reporter().bar("turns") as bar:
         for style in (GREEDY, AnswerStyle(0.8, top_p=0.95)):
-            phase = f"T = {style.temperature:g}"
-            results.append(
-                compare_speed(
-                    packed, plain, prompts, style, new_tokens=tokens, turns=turns,
-                    progress=lambda done, phase=phase: bar.update(phase, done, turns + 1, 0),
-                )
-            )  # fmt: skip
+            show = partial(_show_turn, bar, f"T = {style.temperature:g}", turns + 1)
+            results.append(compare_speed(packed, plain, prompts, style, new_tokens=tokens, turns=turns, progress=show))
     if as_json:
         shown = [{**asdict(one), "ratio": one.ratio} for one in results]
         settings = {"target": target, "dtype": dtype, "batch": len(prompts), "tokens": tokens, "device": device}
@@ -70,3 +69,7 @@ def generate(
             f"  {name}: {median(one.eyas):.0f} tokens/s, transformers.generate {median(one.transformers):.0f}: "
             f"{one.ratio:.2f}x{same}"
         )
+
+
+def _show_turn(bar: "Bar", phase: str, turns: int, done: int) -> None:
+    bar.update(phase, done, turns, 0)
