@@ -64,11 +64,13 @@ class SynthesisPlan:
 class SynthesisReport:
     """Counts of one finished corpus.
 
-    `turns` were written; `rewritten_turns` of them stand in rows of their own, since the template had rewritten what
-    came before. `dropped_conversations` were never asked, `early_ends` stopped before their last turn; both by reason.
+    Every one of the `given_conversations` is asked, or among the dropped ones or the `duplicate_prompts`. `turns` were
+    written; `rewritten_turns` of them stand in rows of their own, since the template had rewritten what came before.
+    `dropped_conversations` were never asked, `early_ends` stopped before their last turn; both by reason.
     `reencoded_replies` came as text alone and were encoded again.
     """
 
+    given_conversations: int
     rows: int
     reply_tokens: int
     heldout_rows: int
@@ -125,6 +127,7 @@ def synthesize(
     if ranks.first:
         write_atomically(folder / "corpus.jsonl", to_jsonl(rows))
     return SynthesisReport(
+        given_conversations=len(conversations),
         rows=len(rows),
         reply_tokens=sum(len(row.reply_ids) for row in rows),
         heldout_rows=_count_split(rows, "heldout"),

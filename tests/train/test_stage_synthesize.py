@@ -31,7 +31,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The writing target as a model folder and behind a server that answers as vLLM does; every third try is refused."""
+    """The writing target as a model folder and behind a server that answers as vLLM does; every third try fails."""
     folder = tmp_path_factory.mktemp("served")
     TARGET.model.save_pretrained(folder)
     TEMPLATE.tokenizer.save_pretrained(folder)
