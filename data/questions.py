@@ -92,15 +92,20 @@ def given_questions(
             f"none of the {len(conversations)} given prompts can be asked; {first_fault}. Shorten them or change the "
             "limits."
         )
-    if validation >= max(1, len(questions)) and validation:
-        raise UserError(
-            f"{len(questions)} given prompts are too few to keep {validation} for validation; give more prompts or "
-            "lower synthesize.validation."
-        )
+    check_validation(len(questions), validation)
     for number in range(validation):
         place = number * len(questions) // validation
         questions[place] = replace(questions[place], split="validation")
     return questions, dropped
+
+
+def check_validation(given: int, validation: int) -> None:
+    """Raise UserError unless `validation` of the `given` conversations leave some for training."""
+    if validation and validation >= max(1, given):
+        raise UserError(
+            f"{given} given prompts are too few to keep {validation} for validation; give more prompts or lower "
+            "synthesize.validation."
+        )
 
 
 class ExactTexts:

@@ -16,7 +16,7 @@ from eyas.data.conversation import Conversation
 from eyas.data.corpus import CorpusRow, to_jsonl, write_atomically
 from eyas.data.dialogue import Dialogue
 from eyas.data.encode import ChatTemplate
-from eyas.data.questions import Question, given_questions, split_prompts, without_leaks
+from eyas.data.questions import Question, check_validation, given_questions, split_prompts, without_leaks
 from eyas.data.ranks import Ranks
 from eyas.data.self_prompts import PromptCounts, Steering, write_prompts
 from eyas.data.styles import GREEDY, AnswerStyle, styles_for
@@ -95,7 +95,9 @@ def synthesize(
     All ranks call it alike; each asks its backend for its share, and the first writes the corpus.
     """
     ranks = ranks or Ranks()
-    self_validation, given_validation = _validation_shares(plan, len(conversations))
+    self_validation, given_validation = validation_shares(
+        validation=plan.validation, self_prompts=plan.self_prompts, given=len(conversations)
+    )
     given, dropped_conversations = given_questions(
         template, conversations, validation=given_validation, longest=plan.longest,
         limits=f"synthesize.max_prompt_tokens = {plan.max_prompt_tokens} and the target's {plan.positions} positions "
@@ -156,10 +158,14 @@ def stops_with(template: ChatTemplate, eos: int | list[int] | None) -> frozenset
     return frozenset({template.end_of_turn, *(token for token in listed if token is not None)})
 
 
-def _validation_shares(plan: SynthesisPlan, given: int) -> tuple[int, int]:
-    """Return how many validation conversations are self-written and how many come from the given ones."""
-    of_self = plan.validation if not given else plan.validation // 2 if plan.self_prompts else 0
-    return of_self, plan.validation - of_self
+def validation_shares(*, validation: int, self_prompts: int, given: int) -> tuple[int, int]:
+    """Return how many validation conversations are self-written and how many come from the `given` ones.
+
+    Raises UserError when those are too few.
+    """
+    of_self = validation if not given else validation // 2 if self_prompts else 0
+    check_validation(given, validation - of_self)
+    return of_self, validation - of_self
 
 
 def _dialogues(template: ChatTemplate, question: Question, plan: SynthesisPlan) -> list[Dialogue]:

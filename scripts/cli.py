@@ -5,7 +5,8 @@ import sys
 import typer
 
 from eyas.models.errors import UserError
-from eyas.scripts import bench, run
+from eyas.scripts import run
+from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
 
@@ -18,7 +19,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 add_stage_verbs(app)
-app.add_typer(bench.app, name="bench")
+add_bench_verbs(app)
 
 
 def main() -> None:
