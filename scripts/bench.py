@@ -12,11 +12,6 @@ BENCHES = {
 def add_bench_verbs(app: typer.Typer) -> None:
     """Register the group `bench` with one verb per measurement."""
     group = typer.Typer(help="Measure side by side, as ratios.", no_args_is_help=True, add_completion=False)
-    group.callback()(_several)  # a group of one verb would be that verb
     for name, module in BENCHES.items():
         group.command(name)(import_module(module).run)
     app.add_typer(group, name="bench")
-
-
-def _several() -> None:
-    """Measure side by side, as ratios."""

@@ -24,7 +24,11 @@ def launched_ranks(*, cpu: bool) -> Ranks:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Ranks()
-    return Ranks(int(os.environ["RANK"]), count, _state(cpu=cpu).wait_for_everyone)
+    import torch.distributed
+
+    _state(cpu=cpu)  # starts the processes' group; training keeps its own, short patience there
+    patient = torch.distributed.new_group(backend="gloo", timeout=LONGEST_WAIT)
+    return Ranks(int(os.environ["RANK"]), count, lambda: torch.distributed.barrier(group=patient))
 
 
 def main_rank_first(*, cpu: bool) -> AbstractContextManager[Any]:
@@ -37,4 +41,4 @@ def main_rank_first(*, cpu: bool) -> AbstractContextManager[Any]:
 def _state(*, cpu: bool) -> "PartialState":
     from accelerate import PartialState
 
-    return PartialState(cpu=cpu, timeout=LONGEST_WAIT)  # without `cpu` it would take CPU ranks for single processes
+    return PartialState(cpu=cpu)  # without `cpu` it would take CPU ranks for single processes
