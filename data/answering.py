@@ -3,6 +3,9 @@
 Replies lie in numbered part files, each written whole and renamed, so a kill loses at most the replies of one part and
 none is ever half there. A reply is known by its request's id and prompt: what is on disk is not asked again, whichever
 of however many processes wrote it.
+
+In half precision a decoded reply depends, by rounding, on what it is decoded beside. `group` takes that out: requests
+are decoded in groups of so many, always the same ones together, and a group that was broken off is decoded again whole.
 """
 
 import hashlib
@@ -81,24 +84,35 @@ class ReplyLog:
 
 
 def answer_all(
-    backend: Backend, requests: list[Request], log: ReplyLog, ranks: Ranks, *, phase: str, progress: Progress
-) -> list[Reply]:
+    backend: Backend, requests: list[Request], log: ReplyLog, ranks: Ranks, *, group: int = 0, phase: str,
+    progress: Progress,
+) -> list[Reply]:  # fmt: skip
     """Return one reply per request, in request order, asking the backend only for those not yet in the log.
 
-    Every rank must call this with the same requests; each asks for its own share and all get all replies.
+    Every rank must call this with the same requests; each asks for its own share and all get all replies. `group` 0
+    asks for all that is missing at once.
     """
     done = log.read(requests)
     if ranks.first:
         log.sweep()
     ranks.wait()  # nobody writes before everybody has read: all ranks divide the same rest
-    mine = ranks.share(request for request in requests if request.id not in done)
-    finished, total = len(done), len(done) + len(mine)
+    if group:
+        groups = [requests[start : start + group] for start in range(0, len(requests), group)]
+        broken = [one for one in groups if any(request.id not in done for request in one)]
+        asked = broken[ranks.rank :: ranks.count]
+    else:
+        asked = [ranks.share(request for request in requests if request.id not in done)]
+    finished = len(done)
+    total = finished + sum(request.id not in done for one in asked for request in one)
     progress(phase, finished, total, 0)
     try:
-        for reply in backend.run(mine):
-            log.add(reply)
-            finished += 1
-            progress(phase, finished, total, len(reply.token_ids))
+        for one in asked:
+            for reply in backend.run(one):
+                if reply.request.id in done:
+                    continue
+                log.add(reply)
+                finished += 1
+                progress(phase, finished, total, len(reply.token_ids))
     finally:
         log.close()
     ranks.wait()

@@ -51,7 +51,7 @@ def quotas(total: int, shares: list[float]) -> list[int]:
 def write_prompts(
     backend: Backend, template: ChatTemplate, steerings: tuple[Steering, ...], style: AnswerStyle, *, wanted: int,
     max_tokens: int, longest: int, stop_ids: frozenset[int], seed: int, folder: Path, rows_per_part: int, ranks: Ranks,
-    progress: Progress,
+    progress: Progress, group: int = 0,
 ) -> tuple[list[Question], dict[str, PromptCounts]]:  # fmt: skip
     """Return up to `wanted` distinct prompts, the categories evenly mixed, and the counts of every category.
 
@@ -72,7 +72,7 @@ def write_prompts(
                 )
             )
     log = ReplyLog(folder, rows_per_part=rows_per_part, rank=ranks.rank)
-    replies = iter(answer_all(backend, requests, log, ranks, phase="writing prompts", progress=progress))
+    replies = iter(answer_all(backend, requests, log, ranks, group=group, phase="writing prompts", progress=progress))
     seen = ExactTexts()
     kept: list[list[Question]] = []
     counts: dict[str, PromptCounts] = {}

@@ -33,6 +33,7 @@ class SynthesisPlan:
     `validation` conversations, half of them self-written and half taken evenly from the given ones, are kept from
     training and answered greedily: the checkpoint is chosen on them, never on the held-out ones. No prompt of any turn
     is longer than `max_prompt_tokens`, and none leaves fewer than `max_reply_tokens` of the target's `positions`.
+    `group` is explained in data/answering.py.
     """
 
     self_prompts: int
@@ -48,6 +49,7 @@ class SynthesisPlan:
     rows_per_part: int
     seed: int
     steerings: tuple[Steering, ...] = (ANY_PROMPT,)
+    group: int = 0
 
     @property
     def longest(self) -> int:
@@ -107,7 +109,7 @@ def synthesize(
     kept, counts = write_prompts(
         backend, template, plan.steerings, plan.prompt_style, wanted=held_back + plan.self_prompts,
         max_tokens=plan.self_prompt_tokens, longest=plan.longest, stop_ids=stop_ids, seed=plan.seed,
-        folder=folder / "prompts", rows_per_part=plan.rows_per_part, ranks=ranks, progress=progress,
+        folder=folder / "prompts", rows_per_part=plan.rows_per_part, ranks=ranks, progress=progress, group=plan.group,
     )  # fmt: skip
     dropped, duplicates = (sum(getattr(one, name) for one in counts.values()) for name in ("dropped", "duplicates"))
     if len(kept) < held_back + min(1, plan.self_prompts):
@@ -188,7 +190,7 @@ def _regenerate(
             for dialogue in waiting
         ]
         phase = "writing replies" if turn == 1 else f"writing replies, turn {turn}"
-        replies = answer_all(backend, requests, log, ranks, phase=phase, progress=progress)
+        replies = answer_all(backend, requests, log, ranks, group=plan.group, phase=phase, progress=progress)
         for dialogue, reply in zip(waiting, replies, strict=True):
             dialogue.accept(reply, longest=plan.longest)
             reencoded += not reply.exact and not reply.fault

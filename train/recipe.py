@@ -77,7 +77,11 @@ class BackendSection(Section):
 
 
 class SynthesizeSection(Section):
-    """What the target writes: its own prompts, and replies to those and to the given prompt files."""
+    """What the target writes: its own prompts, and replies to those and to the given prompt files.
+
+    `group` decodes so many replies together, always the same ones (0: all that are missing): a multiple of `batch` such
+    as 8 times makes the corpus of an interrupted run, or of another number of processes, the same also in bfloat16.
+    """
 
     backend: BackendSection = BackendSection()
 
@@ -96,6 +100,7 @@ class SynthesizeSection(Section):
     max_reply_tokens: Positive = 160
     batch: Positive = 64
     rows_per_part: Positive = 64
+    group: NonNegative = 0
     dtype: Dtype = "bfloat16"
     seed: NonNegative = 0
 

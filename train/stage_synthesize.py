@@ -56,6 +56,7 @@ def synthesis_plan(context: RunContext) -> SynthesisPlan:
         rows_per_part=section.rows_per_part,
         seed=section.seed,
         steerings=steerings or (ANY_PROMPT,),
+        group=section.group,
     )
 
 

@@ -1,7 +1,8 @@
 """Every request answered once: logs of several ranks, any order of replies, kills, other prompts under an old id."""
 
+import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,10 +34,21 @@ class Echo:
             yield reply_to(request)
 
 
-def answer(folder: Path, backend: Echo, asked: list[Request] = ASKED, *, ranks: Ranks | None = None) -> list[Reply]:
+class Neighbourly(Echo):
+    """A backend whose replies depend on all that it is asked for together, as rounding makes them."""
+
+    def run(self, requests: list[Request]) -> Iterator[Reply]:
+        together = hashlib.sha256(" ".join(request.id for request in requests).encode()).digest()[0]
+        for reply in super().run(requests):
+            yield replace(reply, token_ids=(together, *reply.token_ids))
+
+
+def answer(
+    folder: Path, backend: Echo, asked: list[Request] = ASKED, *, ranks: Ranks | None = None, group: int = 0
+) -> list[Reply]:
     ranks = ranks or Ranks()
     log = ReplyLog(folder, rows_per_part=3, rank=ranks.rank)
-    return answer_all(backend, asked, log, ranks, phase="writing", progress=lambda *_: None)
+    return answer_all(backend, asked, log, ranks, group=group, phase="writing", progress=lambda *_: None)
 
 
 def test_replies_come_in_the_order_asked_and_lie_in_whole_parts(tmp_path: Path) -> None:
@@ -97,7 +109,9 @@ def test_a_single_process_keeps_the_order_asked() -> None:
     assert Ranks().share(reversed(ASKED)) == ASKED[::-1]
 
 
-def together(folder: Path, backends: list[Echo], asked: list[Request] = ASKED) -> list[list[Reply]]:
+def together(
+    folder: Path, backends: Sequence[Echo], asked: list[Request] = ASKED, *, group: int = 0
+) -> list[list[Reply]]:
     """Answer on as many ranks as there are backends; one that dies breaks the others' waiting, as a launcher does."""
     barrier = threading.Barrier(len(backends))
     results: list[list[Reply]] = [[] for _ in backends]
@@ -107,7 +121,8 @@ def together(folder: Path, backends: list[Echo], asked: list[Request] = ASKED) -
 
     def work(rank: int) -> None:
         try:
-            results[rank] = answer(folder, backends[rank], asked, ranks=Ranks(rank, len(backends), wait))
+            ranks = Ranks(rank, len(backends), wait)
+            results[rank] = answer(folder, backends[rank], asked, ranks=ranks, group=group)
         except (SystemExit, threading.BrokenBarrierError):
             barrier.abort()
 
@@ -136,3 +151,26 @@ def test_another_number_of_ranks_goes_on_where_the_first_broke_off(tmp_path: Pat
     rest = [Echo() for _ in range(second)]
     assert together(tmp_path, rest) == [[reply_to(request) for request in ASKED]] * second
     assert sorted(name for backend in rest for name in backend.answered) == sorted({r.id for r in ASKED} - answered)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("dies_after", [1, 2, 5])
+def test_groups_give_the_same_replies_whatever_was_broken_off(
+    tmp_path: Path, counts: tuple[int, int], dies_after: int
+) -> None:
+    whole = answer(tmp_path / "whole", Neighbourly(), group=4)
+    assert len({reply.token_ids[0] for reply in whole}) == 4
+    assert answer(tmp_path / "other", Neighbourly()) != whole
+    broken = tmp_path / "broken"
+    together(broken, [Neighbourly(dies_after=dies_after) for _ in range(counts[0])], group=4)
+    assert together(broken, [Neighbourly() for _ in range(counts[1])], group=4) == [whole] * counts[1]
+    names = [line for part in broken.glob("part-*") for line in part.read_text().splitlines()]
+    assert len(names) == len(ASKED)
+
+
+def test_a_whole_group_is_not_decoded_again_and_a_broken_one_is(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        answer(tmp_path, Neighbourly(dies_after=6), group=4)
+    second = Neighbourly()
+    answer(tmp_path, second, group=4)
+    assert sorted(second.answered) == sorted(request.id for request in ASKED[4:])
