@@ -10,39 +10,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from eyas.data.backends import Reply, Request
 from eyas.models.draw import draw
 from eyas.models.errors import UserError
 from eyas.models.kv_cache import KVCache
+from eyas.models.nucleus import nucleus
 from eyas.models.target import Target
-
-
-@dataclass(frozen=True)
-class Request:
-    """One text to continue: `temperature` 0 is greedy; `top_k` 0 keeps the whole vocabulary."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    stop_ids: frozenset[int]
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The generated ids (the stop token included) and why they ended: "stop" or "length"."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    finish_reason: str
 
 
 @dataclass
 class _Row:
     request: Request
     generated: list[int] = field(default_factory=list)
-    random: torch.Generator | None = None
+    coins: list[float] = field(default_factory=list)  # one uniform in [0, 1) per token
+
+    def __post_init__(self) -> None:
+        if self.request.temperature > 0:
+            random = torch.Generator().manual_seed(self.request.seed)
+            self.coins = torch.rand(self.request.max_new_tokens, generator=random, dtype=torch.float64).tolist()
 
     @property
     def length(self) -> int:
@@ -147,21 +132,31 @@ def _choose(logits_RV: Tensor, rows: list[_Row]) -> list[int]:
     if bool(bad.any()):
         name = rows[int(bad.nonzero()[0])].request.id
         raise UserError(f"request {name!r}: the target's logits are not finite; load the target in float32.")
-    for top_k in {row.request.top_k for row in rows if row.request.temperature > 0}:
-        hot = [r for r, row in enumerate(rows) if row.request.temperature > 0 and row.request.top_k == top_k]
-        temperatures = torch.tensor([rows[r].request.temperature for r in hot], device=logits_RV.device)
-        logits = logits_RV[hot].float() / temperatures[:, None]
-        ids: Tensor | None = None
-        if top_k:
-            logits, ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-        coins = torch.tensor([_coin(rows[r]) for r in hot], dtype=torch.float64, device=logits_RV.device)
-        drawn = draw(logits.softmax(-1), coins)
-        tokens[hot] = drawn if ids is None else ids.gather(1, drawn[:, None]).squeeze(1)
+    for top_k, cut in {(row.request.top_k, row.request.top_p < 1) for row in rows if row.request.temperature > 0}:
+        hot = [
+            r
+            for r, row in enumerate(rows)
+            if row.request.temperature > 0 and (row.request.top_k, row.request.top_p < 1) == (top_k, cut)
+        ]
+        asked = [rows[r].request for r in hot]
+        tokens[hot] = _draw(
+            logits_RV[hot].float() / logits_RV.new_tensor([r.temperature for r in asked], dtype=torch.float32)[:, None],
+            top_k,
+            logits_RV.new_tensor([r.top_p for r in asked], dtype=torch.float64) if cut else None,
+            logits_RV.new_tensor([rows[r].coins[len(rows[r].generated)] for r in hot], dtype=torch.float64),
+        )
     return tokens.tolist()
 
 
-def _coin(row: _Row) -> float:
-    """Return the row's next uniform in [0, 1)."""
-    if row.random is None:
-        row.random = torch.Generator().manual_seed(row.request.seed)
-    return float(torch.rand((), generator=row.random, dtype=torch.float64))
+def _draw(logits_RV: Tensor, top_k: int, top_p_R: Tensor | None, coins_R: Tensor) -> Tensor:
+    """Return one token per row drawn from its logits: the top k (0: all), then the nucleus of top_p (None: all)."""
+    ids: Tensor | None = None
+    if top_k:
+        logits_RV, ids = logits_RV.topk(min(top_k, logits_RV.shape[-1]), dim=-1)
+    if top_p_R is None:
+        weights = logits_RV.softmax(-1)
+    else:
+        weights, places = nucleus(logits_RV, top_p_R)
+        ids = places if ids is None else ids.gather(1, places)
+    drawn = draw(weights, coins_R)
+    return drawn if ids is None else ids.gather(1, drawn[:, None]).squeeze(1)

@@ -12,12 +12,13 @@ Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Messages that end with a user turn, waiting for the target's answer."""
+class Conversation:
+    """Messages as they were given. The target writes every assistant turn itself; the given ones only say where."""
 
     id: str
     category: str
-    messages: tuple[dict[str, str], ...]
+    source: str
+    messages: tuple[dict[str, Any], ...]
 
 
 def bundled_prompts(name: str) -> Path:
@@ -25,8 +26,8 @@ def bundled_prompts(name: str) -> Path:
     return Path(__file__).resolve().parent.parent / "recipes" / "prompts" / f"{name}.jsonl"
 
 
-def read_prompts(source: str) -> list[Prompt]:
-    """Return the prompts of a JSONL file, or of a bundled set named "bundled:train" or "bundled:eval".
+def read_prompts(source: str) -> list[Conversation]:
+    """Return the conversations of a JSONL file, or of a bundled set named "bundled:train" or "bundled:eval".
 
     Each line is {"id", "category", "messages"}; id and category are optional. Raises UserError naming the line.
     """
@@ -42,7 +43,7 @@ def read_prompts(source: str) -> list[Prompt]:
     return prompts
 
 
-def _parse(path: Path) -> Iterator[Prompt]:
+def _parse(path: Path) -> Iterator[Conversation]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -64,8 +65,9 @@ def _parse(path: Path) -> Iterator[Prompt]:
                 raise UserError(f"{where}: every message needs a role and a text content, given {message!r}.")
         if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
             raise UserError(f"{where}: a prompt must end with a non-empty user message for the target to answer.")
-        yield Prompt(
+        yield Conversation(
             id=str(row.get("id", f"{path.stem}-{number:05d}")),
             category=str(row.get("category", path.stem)),
+            source="given",
             messages=tuple(messages),
         )

@@ -1,7 +1,7 @@
-"""The corpus: what the target wrote, as exact token ids, one JSON line per reply.
+"""The corpus: what the target wrote, as exact token ids, one JSON line per row.
 
-While a corpus is being written it lives in numbered part files, each written whole and renamed, so a kill loses at most
-one part and no row is ever half there. Rows are known by id: resuming skips the ids that are already on disk.
+A row is a stretch of a conversation as the target read and wrote it, with the spans it generated: one reply behind its
+prompt, or several turns of one conversation where every prompt begins with all that came before it.
 """
 
 import json
@@ -10,28 +10,53 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from eyas.data.encode import TokenizedExample, encode_reply
+import torch
+
+from eyas.data.encode import TokenizedExample
 from eyas.models.errors import UserError
 
 
 @dataclass(frozen=True)
 class CorpusRow:
-    """One prompt and the target's reply; ids are exactly those the target read and wrote."""
+    """Ids exactly as the target read and wrote them; `generated` are its spans of them, (start, end), end exclusive.
+
+    `finish_reason` is the last span's: a reply cut by the limit ("length") is always the last and has no end-of-turn.
+    `prompt_text` is the message the first span answers, `reply_texts` are the texts of all spans.
+    """
 
     id: str
     source: str
     category: str
     split: str
     temperature: float
-    prompt_ids: tuple[int, ...]
-    reply_ids: tuple[int, ...]
+    input_ids: tuple[int, ...]
+    generated: tuple[tuple[int, int], ...]
     finish_reason: str
     prompt_text: str
-    reply_text: str
+    reply_texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert self.generated, f"row {self.id} has nothing that the target wrote"
+        edges = [0, *(edge for span in self.generated for edge in span), len(self.input_ids)]
+        assert edges == sorted(edges), f"row {self.id} has spans {self.generated} of {len(self.input_ids)} tokens"
+        assert len(self.reply_texts) == len(self.generated)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The ids before the first generated token."""
+        return self.input_ids[: self.generated[0][0]]
+
+    @property
+    def reply_ids(self) -> tuple[int, ...]:
+        """All generated ids, of all spans."""
+        return tuple(token for start, end in self.generated for token in self.input_ids[start:end])
 
     def example(self) -> TokenizedExample:
-        """Return the tokenized example: the reply marked, nothing added to a cut reply."""
-        return encode_reply(list(self.prompt_ids), list(self.reply_ids))
+        """Return the tokenized example: the generated spans marked, nothing added to a cut reply."""
+        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
+        for start, end in self.generated:
+            mask[start:end] = True
+        return TokenizedExample(torch.tensor(self.input_ids, dtype=torch.int64), mask)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -50,38 +75,10 @@ def read_rows(path: Path) -> Iterator[CorpusRow]:
     with path.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            yield CorpusRow(**{**row, "prompt_ids": tuple(row["prompt_ids"]), "reply_ids": tuple(row["reply_ids"])})
-
-
-class PartWriter:
-    """Appends rows to numbered part files of `rows_per_part` rows each; `close` writes what is left."""
-
-    def __init__(self, folder: Path, *, rows_per_part: int) -> None:
-        self.folder = folder
-        self.rows_per_part = rows_per_part
-        self.pending: list[CorpusRow] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = (int(path.stem.removeprefix("part-")) for path in folder.glob("part-*.jsonl"))
-        self.next_part = max(numbers, default=-1) + 1
-
-    def add(self, row: CorpusRow) -> None:
-        """Keep a row; writes a part when enough have gathered."""
-        self.pending.append(row)
-        if len(self.pending) >= self.rows_per_part:
-            self.close()
-
-    def close(self) -> None:
-        """Write the pending rows as one part."""
-        if not self.pending:
-            return
-        write_atomically(self.folder / f"part-{self.next_part:05d}.jsonl", to_jsonl(self.pending))
-        self.next_part += 1
-        self.pending = []
-
-    def written(self) -> dict[str, CorpusRow]:
-        """Return all rows in finished parts, by id."""
-        rows = (row for part in sorted(self.folder.glob("part-*.jsonl")) for row in read_rows(part))
-        return {row.id: row for row in rows}
+            row["input_ids"] = tuple(row["input_ids"])
+            row["generated"] = tuple((start, end) for start, end in row["generated"])
+            row["reply_texts"] = tuple(row["reply_texts"])
+            yield CorpusRow(**row)
 
 
 def to_jsonl(rows: Iterable[CorpusRow]) -> str:
@@ -94,3 +91,8 @@ def load_corpus(path: Path) -> list[CorpusRow]:
     if not path.is_file():
         raise UserError(f"there is no corpus {str(path)!r}; run the synthesize stage first.")
     return list(read_rows(path))
+
+
+def load_split(folder: Path, split: str) -> list[CorpusRow]:
+    """Return the rows of one split ("train", "validation" or "heldout") of a finished corpus."""
+    return [row for row in load_corpus(folder / "corpus.jsonl") if row.split == split]

@@ -8,6 +8,7 @@ import typer
 BENCHES = {
     "kernels": "eyas.scripts.bench_kernels",
     "extract": "eyas.scripts.bench_extract",
+    "generate": "eyas.scripts.bench_generate",
 }
 
 

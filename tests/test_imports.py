@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("train", "data", "models", "inference", "kernels", "scripts")
-OPTIONAL = ("deepspeed", "wandb", "vllm", "triton", "matplotlib", "torchao")
+OPTIONAL = ("deepspeed", "wandb", "vllm", "triton", "matplotlib", "torchao", "openai")
 MODULES = sorted(f"eyas.{path.parent.name}.{path.stem}" for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 
 # Each finder is wrapped rather than preceded by one that raises: an absent package makes `find_spec` return None,

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FOLDERS = {*MAY_IMPORT, "recipes"}
 INTERFACE_ONLY = {"yaml", "typer"}
 MAY_USE_INTERFACE = {"train", "scripts", "tests"}
-OPTIONAL = {"deepspeed", "wandb", "vllm", "triton", "matplotlib"}
+OPTIONAL = {"deepspeed", "wandb", "vllm", "triton", "matplotlib", "openai"}
 TRITON_SUPPORT = "kernels/triton_support.py"
 MAX_LINES = 400
 

@@ -1,4 +1,4 @@
-"""`accelerate launch -m eyas.train RECIPE [--stage extract] [--out DIR] [--set k=v]...`: a stage on all ranks launched.
+"""`accelerate launch -m eyas.train RECIPE [--stage S] [--out DIR] [--set k=v]...`: one stage, on all ranks launched.
 
 The configs of recipes/accelerate cover one process, DDP, FSDP2, ZeRO-2 and ZeRO-3, several nodes and several CPU ranks;
 torchrun works too.
@@ -18,12 +18,14 @@ from eyas.train.stop_signal import StoppedBySignal
 
 CPU_CONFIG = Path(__file__).resolve().parent.parent / "recipes" / "accelerate" / "cpu-processes.yaml"
 
+SHARED_STAGES = ("synthesize", "extract", "train")  # those whose work ranks divide
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the train or extract stage of a recipe and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m eyas.train", description="Train the head of a recipe.")
-    parser.add_argument("--stage", choices=("extract", "train"), default="train", help="which stage (default: train)")
+    """Run one stage of a recipe, "train" unless another is named, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m eyas.train", description="Run a stage of a recipe on many ranks.")
     parser.add_argument("recipe", help="a YAML file or the name of a bundled recipe")
+    parser.add_argument("--stage", choices=SHARED_STAGES, default="train", help="the stage to run (default: train)")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/NAME)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value")
     options = parser.parse_args(arguments)

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from eyas.data.conversation import Prompt, bundled_prompts, read_prompts
+from eyas.data.conversation import Conversation, bundled_prompts, read_prompts
+from eyas.data.ranks import Ranks
 from eyas.inference.draft import DynamicTree
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
@@ -16,10 +17,13 @@ from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_
 from eyas.models.kv_cache import check_full_attention
 from eyas.models.target import Target, model_fingerprint
 from eyas.train.progress import Reporter
+from eyas.train.ranks import launched_ranks
 from eyas.train.recipe import Recipe
 from eyas.train.run_folder import RunFolder, file_hash, fingerprint
 
-CODE_VERSION = {"synthesize": 1, "extract": 2, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
+CODE_VERSION = {"synthesize": 2, "extract": 2, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
+
+HOW_TO_REACH_IT = {"backend": {"url", "api_key_env", "concurrency", "retries", "timeout"}}  # changes no reply
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class RunContext:
             reason = str(error).splitlines()[0]
             raise UserError(f"target.device {asked!r} cannot be used here: {reason}; set it to auto or cpu.") from None
         return asked
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes that share this run's work."""
+        return launched_ranks(cpu=self.device == "cpu")
 
     @cached_property
     def target_fingerprint(self) -> str:
@@ -96,7 +105,8 @@ class RunContext:
         recipe = self.recipe
         keys: dict[str, str] = {}
         keys["synthesize"] = self._key(
-            "synthesize", recipe.synthesize.model_dump(), self.target_fingerprint, recipe.target.template_arguments,
+            "synthesize", recipe.synthesize.model_dump(exclude=HOW_TO_REACH_IT), self.target_fingerprint,
+            recipe.target.template_arguments,
             [prompt_file_hash(source) for source in recipe.synthesize.prompts],
         )  # fmt: skip
         keys["extract"] = self._key("extract", recipe.extract.model_dump(), list(self.aux_layers), keys["synthesize"])
@@ -129,7 +139,7 @@ class RunContext:
         )
 
 
-def read_all_prompts(sources: tuple[str, ...]) -> list[Prompt]:
+def read_all_prompts(sources: tuple[str, ...]) -> list[Conversation]:
     """Return the prompts of several files; raises UserError when an id occurs twice, as results are kept by id."""
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
     seen: set[str] = set()

@@ -1,10 +1,8 @@
 """The stages of a run, in order; each skipped when finished for its fingerprint, resumed when interrupted."""
 
 import json
-import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from eyas.data.corpus import write_atomically
 from eyas.models.errors import UserError, nearest
 from eyas.train.context import RunContext
 from eyas.train.progress import Reporter
+from eyas.train.ranks import is_main_rank, main_rank_first
 from eyas.train.recipe import Recipe
 from eyas.train.recipe_io import dump_recipe
 from eyas.train.run_folder import STAGES, RunFolder
@@ -66,31 +65,18 @@ def _run_stage(context: RunContext, name: str, title: str) -> None:
     if context.folder.is_finished(name, key):
         context.reporter.say(f"{title}: unchanged, skipped")
         return
-    with _main_rank_first(cpu=context.device == "cpu"):
+    with main_rank_first(cpu=context.device == "cpu"):
         resumed = context.folder.begin(name, key)
     context.reporter.say(f"{title}{': resuming' if resumed else ''}")
     started = time.perf_counter()
     try:
         result = _stage(name)(context)
     finally:
-        if _is_main_rank():
+        if is_main_rank():
             seconds = context.folder.add_seconds(name, time.perf_counter() - started)
-    if _is_main_rank():
+    if is_main_rank():
         context.folder.finish(name, result)
         context.reporter.say(f"  done in {seconds:.0f} s")
-
-
-def _is_main_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def _main_rank_first(*, cpu: bool) -> AbstractContextManager[Any]:
-    """Return a context that the main rank passes before the others; nothing to wait for in a single process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return nullcontext()
-    from accelerate import PartialState
-
-    return PartialState(cpu=cpu).main_process_first()  # without `cpu` it would take CPU ranks for single processes
 
 
 def summarise_run(context: RunContext) -> dict[str, Any]:

@@ -36,14 +36,61 @@ class TargetSection(Section):
 
 
 class AnswerStyleSection(Section):
-    """One way of sampling replies; a training prompt is answered once in each of its source's styles."""
+    """One way of sampling replies: temperature, then top-k, then top-p.
+
+    A training conversation is answered once in each of its source's styles; where the styles have shares (all of a
+    list, adding up to 1), once in one of them.
+    """
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_k: NonNegative = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class SteeringSection(Section):
+    """One kind of self-written prompt: its category, the system prompt that asks for it (or none), its share of all."""
+
+    category: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    system: Annotated[str, Field(min_length=1)] | None = None
+    share: Annotated[float, Field(gt=0)] = 1.0
+
+
+class BackendSection(Section):
+    """Who writes: the target in this process (`local`), or an OpenAI-compatible server that serves it (`openai`).
+
+    `model` is the name it is served under (default: target.model). The key is read from the environment variable
+    `api_key_env`. `token_ids` asks for exact ids with fields that vLLM and SGLang know; switch it off for others.
+    """
+
+    kind: Literal["local", "openai"] = "local"
+    url: str = ""
+    model: str = ""
+    token_ids: bool = True
+    api_key_env: str = "OPENAI_API_KEY"
+    concurrency: Positive = 32
+    retries: NonNegative = 8
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _has_url(self) -> "BackendSection":
+        if (self.kind == "openai") != bool(self.url):
+            raise ValueError(
+                "backend.kind openai needs backend.url, such as http://localhost:8000/v1"
+                if self.kind == "openai"
+                else "backend.url is for backend.kind openai"
+            )
+        return self
 
 
 class SynthesizeSection(Section):
-    """What the target writes: its own prompts, and replies to those and to the given prompt files."""
+    """What the target writes: its own prompts, and replies to those and to the given prompt files.
+
+    `group` decodes so many replies together, always the same ones (0: all that are missing): a multiple of `batch` such
+    as 8 times makes the corpus of an interrupted run, or of another number of processes, the same also in bfloat16.
+    """
+
+    backend: BackendSection = BackendSection()
 
     prompts: tuple[str, ...] = ("bundled:train",)
     self_prompts: NonNegative = 0
@@ -52,14 +99,29 @@ class SynthesizeSection(Section):
     self_prompt_tokens: Positive = 64
     prompt_temperature: Annotated[float, Field(gt=0)] = 1.0
     prompt_top_k: NonNegative = 50
+    prompt_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    steering: tuple[SteeringSection, ...] = ()
     answers: Annotated[tuple[AnswerStyleSection, ...], Field(min_length=1)] = (AnswerStyleSection(),)
     self_answers: Annotated[tuple[AnswerStyleSection, ...], Field(min_length=1)] = (AnswerStyleSection(),)
     max_prompt_tokens: Positive = 256
     max_reply_tokens: Positive = 160
     batch: Positive = 64
     rows_per_part: Positive = 64
+    group: NonNegative = 0
     dtype: Dtype = "bfloat16"
     seed: NonNegative = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SynthesizeSection":
+        for name in ("answers", "self_answers"):
+            shares = [style.share for style in getattr(self, name)]
+            given = [share for share in shares if share is not None]
+            if given and (len(given) < len(shares) or abs(sum(given) - 1) > 1e-6):
+                raise ValueError(f"the shares of {name} must be given for all styles and add up to 1, given {shares}")
+        categories = [steering.category for steering in self.steering]
+        if len(set(categories)) < len(categories):
+            raise ValueError(f"the categories of steering must differ, given {categories}")
+        return self
 
 
 class ExtractSection(Section):
@@ -88,6 +150,11 @@ class ExtractSection(Section):
             raise ValueError(
                 "extract.backend vllm needs extract.vllm_python: the interpreter of an environment with vLLM (on a CPU "
                 "scripts/vllm_cpu_env.sh builds one)"
+            )
+        if self.backend == "vllm" and self.mode == "online":
+            raise ValueError(
+                "extract.mode online computes features in the training process, which is not vLLM's; set extract.mode "
+                "to store or extract.backend to hf"
             )
         return self
 

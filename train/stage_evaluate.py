@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from eyas.data.conversation import read_prompts
-from eyas.data.corpus import write_atomically
+from eyas.data.corpus import load_split, write_atomically
 from eyas.data.encode import ChatTemplate
-from eyas.data.synthesize import load_split, stop_token_ids
+from eyas.data.synthesize import stop_token_ids
 from eyas.inference.draft import ChainTree, DynamicTree
 from eyas.inference.evaluation import EvaluationPlan, EvaluationPrompt, evaluate, summarise
 from eyas.inference.report import write_report

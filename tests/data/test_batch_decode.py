@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from eyas.data.batch_decode import BatchDecoder, Reply, Request
+from eyas.data.backends import Reply, Request
+from eyas.data.batch_decode import BatchDecoder
 from eyas.models.draw import draw
 from eyas.models.errors import UserError
 from eyas.models.target import Target
@@ -16,14 +17,14 @@ STOPS = frozenset({2, 31, 60})
 TARGET = tiny_target(aux_layers=())
 
 
-def requests(*, temperature: float = 0.0, top_k: int = 0) -> list[Request]:
+def requests(*, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[Request]:
     """Eleven requests with prompts of 1 to 23 tokens and limits of 1 to 24."""
     generator = torch.Generator().manual_seed(1)
     prompts, limits = [7, 1, 23, 3, 12, 2, 19, 5, 5, 9, 16], [24, 18, 1, 24, 2, 9, 24, 13, 24, 5, 24]
     made = []
     for n, (prompt, new) in enumerate(zip(prompts, limits, strict=True)):
         ids = torch.randint(3, 97, (prompt,), generator=generator).tolist()
-        made.append(Request(f"r{n}", tuple(ids), new, STOPS, temperature, top_k, seed=100 + n))
+        made.append(Request(f"r{n}", tuple(ids), new, STOPS, temperature, top_k, top_p, seed=100 + n))
     return made
 
 
@@ -127,6 +128,40 @@ def test_top_k_draws_only_from_the_k_likeliest(batch: int) -> None:
     assert seen == {0, 1, 2}
 
 
+@torch.inference_mode()
+def cut_alone(request: Request) -> tuple[int, ...]:
+    """Draws from a sorted vocabulary, cut to the top k and then to the top p, likeliest first, without a cache."""
+    coins = torch.Generator().manual_seed(request.seed)
+    text = list(request.prompt_ids)
+    for _ in range(request.max_new_tokens):
+        logits = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, -1] / request.temperature
+        ranked = logits.sort(descending=True, stable=True)
+        ranked_logits = ranked.values[: request.top_k or None]
+        masses = ranked_logits.softmax(-1).double()
+        before = torch.cat([masses.new_zeros(1), masses.cumsum(0)[:-1]])
+        masses[before >= request.top_p] = 0.0
+        coin = torch.rand(1, generator=coins, dtype=torch.float64)
+        text.append(int(ranked.indices[draw(masses[None], coin)]))
+        if text[-1] in request.stop_ids:
+            break
+    return tuple(text[len(request.prompt_ids) :])
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (7, 0.8), (40, 0.95)])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_top_p_replies_equal_draws_from_a_sorted_vocabulary(top_k: int, top_p: float, batch: int) -> None:
+    asked = requests(temperature=1.3, top_k=top_k, top_p=top_p)
+    assert tokens(decode(asked, batch=batch)) == {request.id: cut_alone(request) for request in asked}
+
+
+def test_a_tiny_top_p_is_greedy_and_a_full_one_changes_nothing() -> None:
+    greedy = tokens(decode(requests(), batch=3))
+    assert tokens(decode(requests(temperature=5.0, top_p=1e-6), batch=3)) == greedy
+    plain = tokens(decode(requests(temperature=1.1), batch=3))
+    assert tokens(decode(requests(temperature=1.1, top_p=1.0), batch=4)) == plain
+    assert tokens(decode(requests(temperature=1.1, top_p=0.5), batch=3)) != plain
+
+
 def test_top_k_of_one_is_greedy_and_a_large_one_keeps_the_whole_vocabulary() -> None:
     greedy = tokens(decode(requests(), batch=3))
     assert tokens(decode(requests(temperature=5.0, top_k=1), batch=3)) == greedy
@@ -134,11 +169,12 @@ def test_top_k_of_one_is_greedy_and_a_large_one_keeps_the_whole_vocabulary() -> 
     assert len({token for reply in decode(hot, batch=3).values() for token in reply.token_ids}) > 50
 
 
-def test_requests_of_different_top_k_share_a_batch() -> None:
-    styles = [(0.0, 0), (0.9, 0), (0.9, 4), (0.5, 20), (1.5, 2)]
-    asked = [
-        replace(request, temperature=styles[n % 5][0], top_k=styles[n % 5][1]) for n, request in enumerate(requests())
-    ]
+def test_requests_of_different_styles_share_a_batch() -> None:
+    styles = [(0.0, 0, 1.0), (0.9, 0, 1.0), (0.9, 4, 1.0), (0.5, 20, 0.7), (1.5, 2, 1.0), (1.2, 0, 0.9), (0.8, 0, 0.6)]
+    asked = []
+    for n, request in enumerate(requests()):
+        temperature, top_k, top_p = styles[n % 7]
+        asked.append(replace(request, temperature=temperature, top_k=top_k, top_p=top_p))
     alone = {request.id: decode([request], batch=1)[request.id].token_ids for request in asked}
     assert tokens(decode(asked, batch=6)) == alone
 

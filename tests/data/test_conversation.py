@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.data.conversation import Prompt, bundled_prompts, read_prompts
+from eyas.data.conversation import Conversation, bundled_prompts, read_prompts
 from eyas.models.errors import UserError
 
 GOOD = '{"id": "a", "category": "maths", "messages": [{"role": "user", "content": "2+2?"}]}'
@@ -20,9 +20,12 @@ def write(tmp_path: Path, data: bytes | str) -> str:
 
 def test_rows_are_read_in_order_with_defaults_for_id_and_category(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path, f"{GOOD}\n\n{SYSTEM}\n")) == [
-        Prompt("a", "maths", ({"role": "user", "content": "2+2?"},)),
-        Prompt(
-            "prompts-00003", "prompts", ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+        Conversation("a", "maths", "given", ({"role": "user", "content": "2+2?"},)),
+        Conversation(
+            "prompts-00003",
+            "prompts",
+            "given",
+            ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
         ),
     ]
 

@@ -1,23 +1,32 @@
 """The corpus a target writes: counts, exact ids, splits that share nothing, and a resume that changes nothing."""
 
+import hashlib
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from eyas.data.conversation import Prompt
-from eyas.data.corpus import CorpusRow, load_corpus, read_rows
+from eyas.data.batch_decode import BatchDecoder
+from eyas.data.conversation import Conversation
+from eyas.data.corpus import CorpusRow, load_corpus, load_split
 from eyas.data.encode import ChatTemplate
-from eyas.data.synthesize import AnswerStyle, SynthesisPlan, SynthesisReport, load_split, stop_token_ids, synthesize
+from eyas.data.self_prompts import PromptCounts
+from eyas.data.styles import AnswerStyle
+from eyas.data.synthesize import SynthesisPlan, SynthesisReport, stop_token_ids, synthesize
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 from eyas.tests.data.toys import text_ids, writing_target
 from eyas.tests.toys import CHATML, byte_tokenizer
 
 TARGET, TEMPLATE = writing_target()
-GIVEN = [Prompt(f"g{n}", "maths", ({"role": "user", "content": f"{n} is a number {n * n}"},)) for n in range(6)]
+GIVEN = [
+    Conversation(f"g{n}", "maths", "given", ({"role": "user", "content": f"{n} is a number {n * n}"},))
+    for n in range(6)
+]
 PLAN = SynthesisPlan(
     self_prompts=8,
     self_heldout=3,
@@ -28,7 +37,7 @@ PLAN = SynthesisPlan(
     self_answer_styles=(AnswerStyle(0.0), AnswerStyle(1.2), AnswerStyle(0.6, 5)),
     max_prompt_tokens=64,
     max_reply_tokens=20,
-    batch=6,
+    positions=512,
     rows_per_part=3,
     seed=7,
 )
@@ -39,8 +48,8 @@ class Crash(Exception):
 
 
 def write(
-    folder: Path, plan: SynthesisPlan = PLAN, prompts: list[Prompt] = GIVEN, *, target: Target = TARGET,
-    template: ChatTemplate = TEMPLATE, crash_at: int | None = None,
+    folder: Path, plan: SynthesisPlan = PLAN, given: list[Conversation] = GIVEN, *, target: Target = TARGET,
+    template: ChatTemplate = TEMPLATE, batch: int = 6, crash_at: int | None = None,
 ) -> tuple[SynthesisReport, list[int]]:  # fmt: skip
     """Synthesize; return the report and the tokens of every row written in this call. Crashes at its n-th row."""
     written: list[int] = []
@@ -52,7 +61,28 @@ def write(
         if len(written) == crash_at:
             raise Crash
 
-    return synthesize(target, template, prompts, plan, folder, progress), written
+    backend = BatchDecoder(target, batch=batch, capacity=plan.capacity)
+    report = synthesize(backend, template, given, plan, folder, progress, stop_ids=stop_token_ids(template, target))
+    return report, written
+
+
+def logged(folder: Path, phase: str) -> list[dict[str, Any]]:
+    """The replies that lie in the part files of a phase."""
+    parts = sorted((folder / phase).glob("part-*.jsonl"))
+    return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+
+
+def fingerprint(rows: list[CorpusRow]) -> str:
+    """A hash of all that matters of single-turn rows, as the corpus files before multi-turn rows held it."""
+    digest = hashlib.sha256()
+    for row in rows:
+        (text,) = row.reply_texts
+        fields = [
+            row.id, row.source, row.category, row.split, row.temperature, list(row.prompt_ids), list(row.reply_ids),
+            row.finish_reason, row.prompt_text, text,
+        ]  # fmt: skip
+        digest.update((json.dumps(fields, ensure_ascii=False) + "\n").encode())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +99,10 @@ def corpus(whole: Path) -> list[CorpusRow]:
 
 
 @torch.inference_mode()
-def greedy_alone(prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+def greedy_alone(prompt_ids: tuple[int, ...], *, new_tokens: int = 20) -> tuple[int, ...]:
     ids = torch.tensor([prompt_ids])
     out = TARGET.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
     )  # fmt: skip
     return tuple(out[0, ids.shape[1] :].tolist())
 
@@ -98,12 +128,18 @@ def test_every_prompt_is_answered_once_per_style_and_kept_ones_once(tmp_path: Pa
 
 def test_self_written_prompts_are_all_accounted_for(whole: Path, corpus: list[CorpusRow], tmp_path: Path) -> None:
     report, _ = write(tmp_path)
-    asked = [row for part in sorted((whole / "prompts").iterdir()) for row in read_rows(part)]
+    asked = logged(whole, "prompts")
     assert len(asked) == 13 + 13 // 3
     used = {row.prompt_text for row in corpus if row.source == "self"}
     assert len(used) == min(13, 17 - report.dropped_prompts - report.duplicate_prompts)
-    assert used <= {row.reply_text for row in asked if row.finish_reason == "stop" and len(row.reply_text) >= 8}
-    assert {row.prompt_ids for row in asked} == {tuple(text_ids(TEMPLATE.tokenizer, "<|im_start|>user\n"))}
+    decode = TEMPLATE.tokenizer.decode
+    assert used <= {decode(row["token_ids"][:-1]) for row in asked if row["finish_reason"] == "stop"}
+    assert min(map(len, used)) >= 8
+    prefix = " ".join(map(str, text_ids(TEMPLATE.tokenizer, "<|im_start|>user\n")))
+    assert {row["prompt"] for row in asked} == {hashlib.sha256(prefix.encode()).hexdigest()[:16]}
+    assert report.self_written == {
+        "self": PromptCounts(13, 17, len(used), report.dropped_prompts, report.duplicate_prompts)
+    }
 
 
 def test_prompt_ids_are_the_served_rendering_of_the_prompt_text(corpus: list[CorpusRow]) -> None:
@@ -125,10 +161,10 @@ def test_replies_end_with_the_end_of_turn_or_are_cut_without_one(corpus: list[Co
         assert end not in row.reply_ids[:-1]
         if row.finish_reason == "stop":
             assert row.reply_ids[-1] == end
-            assert text_ids(TEMPLATE.tokenizer, row.reply_text + "<|im_end|>") == list(row.reply_ids)
+            assert text_ids(TEMPLATE.tokenizer, row.reply_texts[0] + "<|im_end|>") == list(row.reply_ids)
         else:
             assert len(row.reply_ids) == 20
-            assert text_ids(TEMPLATE.tokenizer, row.reply_text) == list(row.reply_ids)
+            assert text_ids(TEMPLATE.tokenizer, row.reply_texts[0]) == list(row.reply_ids)
         example = row.example()
         assert example.input_ids_T.tolist() == [*row.prompt_ids, *row.reply_ids]
         assert int(example.generated_mask_T.sum()) == len(row.reply_ids)
@@ -150,7 +186,7 @@ def test_heldout_and_validation_are_greedy_and_share_no_prompt_with_training(who
 def test_training_prompts_that_equal_a_held_back_one_are_left_out_and_counted(tmp_path: Path) -> None:
     copy = replace(GIVEN[1], messages=GIVEN[0].messages)  # g0 is kept for validation
     plain, _ = write(tmp_path / "plain")
-    report, _ = write(tmp_path / "copied", prompts=[GIVEN[0], copy, *GIVEN[2:]])
+    report, _ = write(tmp_path / "copied", given=[GIVEN[0], copy, *GIVEN[2:]])
     rows = load_corpus(tmp_path / "copied" / "corpus.jsonl")
     assert "g0/0" in {row.id for row in rows}
     assert not [row.id for row in rows if row.id.startswith("g1/")]
@@ -159,7 +195,7 @@ def test_training_prompts_that_equal_a_held_back_one_are_left_out_and_counted(tm
 
 @pytest.mark.parametrize("batch", [1, 40])
 def test_corpus_does_not_depend_on_the_batch_or_the_parts(whole: Path, tmp_path: Path, batch: int) -> None:
-    write(tmp_path, replace(PLAN, batch=batch, rows_per_part=1000))
+    write(tmp_path, replace(PLAN, rows_per_part=1000), batch=batch)
     assert (tmp_path / "corpus.jsonl").read_bytes() == (whole / "corpus.jsonl").read_bytes()
 
 
@@ -179,39 +215,41 @@ def test_resume_after_a_crash_gives_the_corpus_of_an_uninterrupted_run(
         write(tmp_path, crash_at=crash_at)
     assert not (tmp_path / "corpus.jsonl").exists()
     kept = {path: path.read_bytes() for path in tmp_path.rglob("part-*.jsonl")}
-    assert sum(len(list(read_rows(path))) for path in kept) >= crash_at - 3 - 1
+    assert sum(data.count(b"\n") for data in kept.values()) >= crash_at - 3 - 1
     _, written = write(tmp_path)
     assert (tmp_path / "corpus.jsonl").read_bytes() == (whole / "corpus.jsonl").read_bytes()
     assert all(path.read_bytes() == data for path, data in kept.items())
     for phase in ("prompts", "replies"):
-        ids = [row.id for part in (tmp_path / phase).iterdir() for row in read_rows(part)]
+        ids = [row["id"] for row in logged(tmp_path, phase)]
         assert len(ids) == len(set(ids))
     in_parts = sum(data.count(b"\n") for data in kept.values())
     assert len(written) == 17 + len(load_corpus(tmp_path / "corpus.jsonl")) - in_parts
 
 
-@pytest.mark.parametrize("lost", [("replies", "part-00001"), ("replies", "part-00000"), ("prompts", "part-00002")])
+@pytest.mark.parametrize(
+    "lost", [("replies", "part-000-00001"), ("replies", "part-000-00000"), ("prompts", "part-000-00002")]
+)
 def test_lost_parts_are_written_again_and_the_others_left_alone(
     whole: Path, tmp_path: Path, lost: tuple[str, str]
 ) -> None:
     write(tmp_path)
     gone = tmp_path / lost[0] / f"{lost[1]}.jsonl"
-    names = {row.id for row in read_rows(gone)}
+    count = gone.read_bytes().count(b"\n")
     gone.unlink()
     (tmp_path / "corpus.jsonl").unlink()
-    (gone.parent / ".part-00009.jsonl.4711.tmp").write_text('{"id": "torn", "sou')
+    (gone.parent / ".part-000-00009.jsonl.4711.tmp").write_text('{"id": "torn", "sou')
     kept = {path: path.read_bytes() for path in tmp_path.rglob("part-*.jsonl")}
     _, written = write(tmp_path)
     assert (tmp_path / "corpus.jsonl").read_bytes() == (whole / "corpus.jsonl").read_bytes()
-    assert len(written) == len(names)
+    assert len(written) == count
     assert {path: path.read_bytes() for path in kept} == kept
-    ids = [row.id for part in gone.parent.glob("part-*.jsonl") for row in read_rows(part)]
+    ids = [row["id"] for row in logged(tmp_path, lost[0])]
     assert len(ids) == len(set(ids))
 
 
 def test_reply_to_another_prompt_is_not_taken_over(whole: Path, tmp_path: Path) -> None:
     other = [replace(GIVEN[0], messages=({"role": "user", "content": "something else"},)), *GIVEN[1:]]
-    write(tmp_path, prompts=other)
+    write(tmp_path, given=other)
     write(tmp_path)
     assert (tmp_path / "corpus.jsonl").read_bytes() == (whole / "corpus.jsonl").read_bytes()
 
@@ -225,8 +263,9 @@ def test_self_written_prompts_that_render_too_long_are_dropped_and_counted(tmp_p
     report, _ = write(tmp_path, plan, [], template=long)
     rows = load_corpus(tmp_path / "corpus.jsonl")
     assert max(len(row.prompt_ids) for row in rows) <= 54
-    asked = [row for part in (tmp_path / "prompts").iterdir() for row in read_rows(part)]
-    overlong = [row for row in asked if row.finish_reason == "stop" and len(row.reply_text) > 54 - 6 - 31]
+    overlong = [
+        row for row in logged(tmp_path, "prompts") if row["finish_reason"] == "stop" and len(row["token_ids"]) > 54 - 36
+    ]
     assert overlong
     assert report.dropped_prompts >= len(overlong)
     assert report.heldout_rows == 3
@@ -244,7 +283,7 @@ def test_all_validation_is_self_written_without_given_prompts(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "prompts", "message"),
+    ("change", "given", "message"),
     [
         ({"validation": 12}, GIVEN, "6 given prompts are too few to keep 6 for validation"),
         ({"self_prompts": 0, "self_heldout": 0, "validation": 0}, [], "synthesis wrote no reply"),
@@ -265,10 +304,10 @@ def test_all_validation_is_self_written_without_given_prompts(tmp_path: Path) ->
     ],
 )
 def test_plan_that_cannot_be_met_is_refused(
-    tmp_path: Path, change: dict[str, int], prompts: list[Prompt], message: str
+    tmp_path: Path, change: dict[str, int], given: list[Conversation], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        write(tmp_path, replace(PLAN, **change), prompts)
+        write(tmp_path, replace(PLAN, **change), given)
     assert not (tmp_path / "corpus.jsonl").exists()
 
 
@@ -284,3 +323,32 @@ def test_stop_ids_are_the_end_of_turn_and_the_models_own() -> None:
     for listed, expected in ((None, {end}), (end, {end}), (7, {end, 7}), ([7, 8], {end, 7, 8})):
         target.model.generation_config.eos_token_id = listed
         assert stop_token_ids(template, target) == expected
+
+
+def test_single_turn_corpora_are_what_they_were_before_multi_turn_ones(corpus: list[CorpusRow], tmp_path: Path) -> None:
+    """The hashes are of the corpora that the code before multi-turn rows wrote, with these settings and this target."""
+    assert (len(corpus), fingerprint(corpus)) == (
+        30,
+        "16ac0c1701ccf06b6f7152ec76c87e2a97df8cee5abecbcf7991d9f49c019e36",
+    )
+    plan = SynthesisPlan(
+        self_prompts=40,
+        self_heldout=4,
+        validation=6,
+        self_prompt_tokens=64,
+        prompt_style=AnswerStyle(1.0, 50),
+        answer_styles=(AnswerStyle(0.0), AnswerStyle(0.7, 50)),
+        self_answer_styles=(AnswerStyle(0.0),),
+        max_prompt_tokens=256,
+        max_reply_tokens=96,
+        positions=512,
+        rows_per_part=16,
+        seed=0,
+    )
+    asked = [f"say {chr(97 + n) * 5} and {n * n}" for n in range(12)]
+    given = [
+        Conversation(f"q{n}", "words", "given", ({"role": "user", "content": text},)) for n, text in enumerate(asked)
+    ]
+    write(tmp_path, plan, given, batch=16)
+    rows = load_corpus(tmp_path / "corpus.jsonl")
+    assert (len(rows), fingerprint(rows)) == (54, "e2d0a8653edfff8780b9e34a1184a1e3af3890f8487f9ca8523f2a159398cbfd")

@@ -111,6 +111,10 @@ def test_the_folder_holds_the_whole_recipe_and_the_summary(
     [
         ("synthesize.seed", 1, "synthesize"),
         ("target.template_arguments", {"enable_thinking": False}, "synthesize"),
+        ("synthesize.answers", [{"temperature": 0.5, "top_p": 0.9}], "synthesize"),
+        ("synthesize.backend.token_ids", False, "synthesize"),
+        ("synthesize.backend.concurrency", 3, None),
+        ("synthesize.backend.retries", 0, None),
         ("extract.state_dtype", "bfloat16", "extract"),
         ("extract.mode", "online", "extract"),
         ("target.quantization", "int8", "synthesize"),

@@ -54,7 +54,9 @@ def test_an_unknown_key_names_its_place_and_the_nearest_valid_one(fields: dict[s
 
 
 def test_the_keys_allowed_at_a_place_are_listed() -> None:
-    with pytest.raises(UserError, match=r"unknown key 'synthesize\.answers\.0\.x'; allowed here: temperature, top_k\."):
+    with pytest.raises(
+        UserError, match=r"unknown key 'synthesize\.answers\.0\.x'; allowed here: temperature, top_k, top_p, share\."
+    ):
         recipe(synthesize={"answers": [{"x": 1}]})
     with pytest.raises(
         UserError, match="allowed here: name, target, synthesize, extract, head, train, evaluate, export"
@@ -77,6 +79,12 @@ def test_the_keys_allowed_at_a_place_are_listed() -> None:
         ({"synthesize": {"answers": []}}, r"synthesize\.answers: .*at least 1 item"),
         ({"synthesize": {"dtype": "float16"}}, r"synthesize\.dtype: Input should be 'float32' or 'bfloat16'"),
         ({"evaluate": {"temperatures": [0.0, -1.0]}}, r"evaluate\.temperatures\.1: .*greater than or equal to 0"),
+        ({"synthesize": {"answers": [{"top_p": 0.0}]}}, r"synthesize\.answers\.0\.top_p: .*greater than 0"),
+        ({"synthesize": {"steering": [{"category": "a b"}]}}, r"synthesize\.steering\.0\.category: .*pattern"),
+        (
+            {"synthesize": {"backend": {"kind": "vllm"}}},
+            r"backend\.kind: Input should be .local. or .openai.",
+        ),
         ({"name": "../up"}, r"name: .*pattern"),
         ({"name": ".."}, r"name: .*pattern"),
     ],
@@ -93,6 +101,11 @@ def test_a_value_out_of_range_says_what_is_allowed_and_what_was_given(sections: 
         ({"synthesize": {"max_prompt_tokens": 300, "max_reply_tokens": 213}, "train": {"line_length": 512}},
          r"line_length 512 is shorter than the longest row, synthesize\.max_prompt_tokens \+ max_reply_tokens = 513"),
         ({"synthesize": {"prompts": []}}, "nothing to train on"),
+        ({"synthesize": {"answers": [{"share": 0.5}, {"share": 0.4}]}}, r"shares of answers .* up to 1, given \[0\.5"),
+        ({"synthesize": {"self_answers": [{"share": 1.0}, {}]}}, "shares of self_answers must be given for all styles"),
+        ({"synthesize": {"steering": [{"category": "a"}, {"category": "a"}]}}, "categories of steering must differ"),
+        ({"synthesize": {"backend": {"kind": "openai"}}}, r"backend\.kind openai needs backend\.url"),
+        ({"synthesize": {"backend": {"url": "http://x/v1"}}}, r"backend\.url is for backend\.kind openai"),
         ({"evaluate": {"prompts": []}}, "nothing to evaluate on"),
         ({"evaluate": {"prompts": [], "self_heldout": False}, "synthesize": {"self_heldout": 4}}, "nothing to eval"),
     ],
