@@ -1,7 +1,8 @@
-"""The one exception that means "the user gave something wrong".
+"""The exceptions that are no fault of ours: "the user gave something wrong" and "a check came out badly".
 
-The command line turns a `UserError` into one sentence and exit code 2; every other exception is a fault of ours and
-keeps its traceback. The message always says what was given, what is allowed, and what to do.
+The command line turns a `UserError` into one sentence and exit code 2, a `CheckFailed` into one and exit code 1; every
+other exception is a fault of ours and keeps its traceback. The message always says what was given, what is allowed, and
+what to do.
 """
 
 import difflib
@@ -10,6 +11,10 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """A mistake in a recipe, a path or an argument."""
+
+
+class CheckFailed(Exception):
+    """A check that came out badly although nothing was given wrongly: too little disk, a broken contract."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

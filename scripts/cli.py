@@ -1,10 +1,13 @@
-"""The `eyas` command: one verb per file, parse and call. Errors of the user are one sentence and exit code 2."""
+"""The `eyas` command: one verb per file, parse and call.
+
+Errors of the user are one sentence and exit code 2, failed checks one and exit code 1.
+"""
 
 import sys
 
 import typer
 
-from eyas.models.errors import UserError
+from eyas.models.errors import CheckFailed, UserError
 from eyas.scripts import run
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -24,16 +27,11 @@ def main() -> None:
     """Run the command line."""
     try:
         app(prog_name="eyas")
-    except UserError as error:
+    except (UserError, CheckFailed, FloatingPointError) as error:
         from eyas.train.progress import Reporter
 
         Reporter().error(str(error))
-        sys.exit(2)
-    except FloatingPointError as error:
-        from eyas.train.progress import Reporter
-
-        Reporter().error(str(error))
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except StoppedBySignal as stopped:
         from eyas.train.progress import Reporter
 

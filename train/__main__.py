@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from eyas.models.errors import UserError
+from eyas.models.errors import CheckFailed, UserError
 from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import load_recipe
@@ -32,12 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = load_recipe(options.recipe, options.set)
         folder = options.out or default_run_folder(recipe.name)
         run_stages(recipe, folder, first="train", last="train", reporter=reporter)
-    except UserError as error:
+    except (UserError, CheckFailed, FloatingPointError) as error:
         reporter.error(str(error))
-        return 2
-    except FloatingPointError as error:
-        reporter.error(str(error))
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except StoppedBySignal as stopped:
         reporter.say(str(stopped))
         return stopped.exit_code

@@ -3,18 +3,22 @@
 from dataclasses import asdict
 from typing import Any
 
-from eyas.data.conversation import read_prompts
 from eyas.data.encode import ChatTemplate
 from eyas.data.synthesize import AnswerStyle, SynthesisPlan, synthesize
 from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
+from eyas.train.prompt_sources import read_given
 
 
 def run_synthesize(context: RunContext) -> dict[str, Any]:
     """Write corpus/corpus.jsonl and return its counts."""
     section = context.recipe.synthesize
-    prompts = [prompt for source in section.prompts for prompt in read_prompts(source)]
     template = ChatTemplate(load_tokenizer(context.recipe.target.model), context.recipe.target.template_arguments)
+    given = read_given(
+        context.recipe, template, positions=context.target_config.max_position_embeddings, reporter=context.reporter,
+        folder=context.folder.of("synthesize"),
+    )  # fmt: skip
+    prompts = [conversation.prompt() for conversation in given.conversations]
     plan = SynthesisPlan(
         self_prompts=section.self_prompts,
         self_heldout=section.self_heldout,
