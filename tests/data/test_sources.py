@@ -1,4 +1,4 @@
-"""Sources: dirty files end in a table whose counts add up, mixes follow their weights, the bundled set stays as it is."""
+"""Sources: dirty files end in a table that adds up, mixes follow their weights, the bundled set stays as it is."""
 
 import json
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ DIRTY: list[tuple[bytes, str, str]] = [
     (b'{"messages": [{"role": "user", "content": "second"}]', "dropped", "broken JSON"),
     (b'{"messages": [{"role": "user", "content": "half \\ud83d pair"}]}', "repaired", "lone surrogate"),
     (b'{"messages": [{"role": "user", "content": null}]}', "dropped", "null content"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "in"}, {"type": "text", "text": "parts"}]}]}',
+    (b'{"messages": [{"role": "user", "content": ["in", {"type": "text", "text": "parts"}]}]}',
      "repaired", "text parts"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "dropped", "image or audio"),
     (b'{"messages": []}', "dropped", "empty conversation"),
@@ -53,7 +53,7 @@ DIRTY: list[tuple[bytes, str, str]] = [
     (b'{"messages": [{"role": "assistant", "content": "hello"}]}', "dropped", "no user turn"),
     (b'{"messages": [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]}', "repaired",
      "same role twice"),
-    (b'{"messages": [{"role": "user", "content": "x"}, {"role": "critic", "content": "y"}]}', "dropped", "unknown role"),
+    (b'{"messages": [{"role": "user", "content": "x"}, {"role": "boss", "content": "y"}]}', "dropped", "unknown role"),
     (b'{"messages": [{"role": "user", "content": "sum?"}, {"role": "assistant", "content": "", "tool_calls": [{}]},'
      b' {"role": "tool", "content": "4"}, {"role": "user", "content": "and?"}]}', "dropped", "tool turns"),
     (b'{"id": "long", "messages": [{"role": "user", "content": "' + b"ab " * 40 + b'"}]}', "dropped", "too long"),
@@ -99,7 +99,7 @@ def test_strict_stops_at_the_first_row_that_loses_something(tmp_path: Path, numb
     rows = [user("good"), user("fine", id="a"), line, b"never reached"]
     path = write(tmp_path / "p.jsonl", rows)
     plan = ReadPlan(strict=True, template=template(), max_tokens=90)
-    with pytest.raises(RowsRefused, match=rf"^p\.jsonl line [34]: ") as caught:
+    with pytest.raises(RowsRefused, match=r"^p\.jsonl line [34]: ") as caught:
         read_sources([PromptSource(path=path)], plan)
     harmless = outcome == "repaired" and not REASONS[reason].bad
     assert str(caught.value).startswith("p.jsonl line 4: broken JSON" if harmless else f"p.jsonl line 3: {reason}")
