@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from eyas.data.conversation import Messages
 from eyas.models.errors import UserError, nearest
 
+MARKER = "\u241fEYAS\u241f"
+
 
 @dataclass(frozen=True)
 class TokenizedExample:
@@ -72,22 +74,30 @@ class ChatTemplate:
 
     def user_prefix(self, system: str | None = None) -> list[int]:
         """Return the ids of the bare chat prefix: everything up to where a user's first message begins."""
-        marker = "\u241fEYAS\u241f"
         messages: Messages = [{"role": "system", "content": system}] if system else []
-        text = self.text([*messages, {"role": "user", "content": marker}], add_generation_prompt=False)
-        return self.tokenizer(text[: text.index(marker)], add_special_tokens=False).input_ids
+        text = self.text([*messages, {"role": "user", "content": MARKER}], add_generation_prompt=False)
+        return self.tokenizer(self._parted(text, "user")[0], add_special_tokens=False).input_ids
 
     def _special_behind_reply(self, *, followed: bool) -> int | None:
         """Return the first special token rendered after a reply's content, None where there is none.
 
         `followed` by another user turn, the reply may lack a token of its own and the next turn's opener is returned.
         """
-        marker = "\u241fEYAS\u241f"
-        turns: Messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": marker}]
+        turns: Messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": MARKER}]
         text = self.text([*turns, *turns[:1]] if followed else turns, add_generation_prompt=False)
-        after = self.tokenizer(text[text.index(marker) + len(marker) :], add_special_tokens=False).input_ids
+        after = self.tokenizer(self._parted(text, "assistant")[1], add_special_tokens=False).input_ids
         specials = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         return next((int(token) for token in after if token in specials), None)
+
+    def _parted(self, text: str, role: str) -> tuple[str, str]:
+        """Return what stands before and behind the marker; raises UserError when the template left it out."""
+        before, found, behind = text.partition(MARKER)
+        if not found:
+            raise UserError(
+                f"the chat template does not show the content of {role} messages, so nothing could be trained on them; "
+                "fix the template of the target's tokenizer."
+            )
+        return before, behind
 
     def _check_arguments(self) -> None:
         """Raise UserError for an argument that stands nowhere in the template, which would do nothing, silently."""

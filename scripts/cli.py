@@ -8,7 +8,7 @@ import sys
 import typer
 
 from eyas.models.errors import CheckFailed, UserError
-from eyas.scripts import run
+from eyas.scripts import preview, run
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
+app.command("preview")(preview.preview)
 add_stage_verbs(app)
 
 
