@@ -28,7 +28,7 @@ def test_a_dirty_file_runs_with_its_table_and_every_used_row_is_answered(eyas: E
     outcome = eyas("run", *dirty, "--set", "synthesize.max_drop_share=0.9")
     assert outcome.code == 0, outcome.err
     table = json.loads(Path("run/corpus/rows.json").read_text())
-    assert (table["read"], table["kept"], table["repaired"], table["dropped"], table["unused"]) == (16, 0, 7, 9, 0)
+    assert (table["read"], table["kept"], table["repaired"], table["dropped"], table["unused"]) == (16, 1, 6, 9, 0)
     ids = {row.id.rpartition("/")[0] for row in load_corpus(Path("run/corpus/corpus.jsonl"))}
     assert len(ids) == table["used"] == 7
     assert "rows of the prompt sources" in outcome.err
@@ -85,10 +85,8 @@ def test_preview_of_a_recipe_without_prompts_shows_an_example(eyas: Eyas, recipe
     assert outcome.code == 0, outcome.err
     shown = json.loads(outcome.out)
     assert shown["origin"].startswith("A built-in example")
-    assert [span["text"] for span in shown["rows"][0]["spans"] if span["supervised"]] == [
-        "4.<|im_end|>",
-        "6.<|im_end|>",
-    ]
+    trained = [span["text"] for span in shown["rows"][0]["spans"] if span["supervised"]]
+    assert trained == ["4.<|im_end|>", "6.<|im_end|>"]
 
 
 @pytest.mark.parametrize("verb", ["preview", "synthesize"])
@@ -118,10 +116,8 @@ def test_several_sources_with_weights_in_one_recipe(eyas: Eyas, recipe: Path) ->
     fields = yaml.safe_load(recipe.read_text())
     (recipe.parent / "q.jsonl").write_text("\n".join(GOOD))
     first = fields["synthesize"]["prompts"][0]
-    fields["synthesize"]["prompts"] = [
-        {"path": first, "weight": 1},
-        {"path": str(recipe.parent / "q.jsonl"), "weight": 1},
-    ]
+    both = (first, str(recipe.parent / "q.jsonl"))
+    fields["synthesize"]["prompts"] = [{"path": path, "weight": 1} for path in both]
     recipe.write_text(yaml.safe_dump(fields))
     assert eyas("synthesize", recipe, "--out", "run").code == 0
     ids = {row.id.rpartition("/")[0] for row in load_corpus(Path("run/corpus/corpus.jsonl"))}

@@ -1,4 +1,4 @@
-"""The prompt sources of a recipe: read with the target's template and limits, shown, saved, and kept from evaluation."""
+"""The prompt sources of a recipe: read with the target's template and limits, shown, saved, apart from evaluation."""
 
 import json
 from pathlib import Path
@@ -83,9 +83,7 @@ def test_an_evaluation_set_that_changed_after_synthesis_may_not_hold_training_pr
     evaluation = write(tmp_path / "e.jsonl", [RUN, "something else"])
     asked = recipe(["a"], [evaluation])
     check_apart(asked, [corpus_row("one"), corpus_row(RUN, split="validation"), corpus_row(RUN, source="self")])
-    with pytest.raises(
-        CheckFailed, match="1 training prompts of the corpus stand in evaluate.prompts, for example 'say"
-    ):
+    with pytest.raises(CheckFailed, match=r"^1 training prompts of the corpus .*, for example 'say"):
         check_apart(asked, [corpus_row("one"), corpus_row(f"say {RUN}"), corpus_row(f"say {RUN}")])
     check_apart(recipe(["a"], [evaluation], dedup={"overlap_words": 0}), [corpus_row(RUN)])
 
