@@ -85,7 +85,8 @@ class RunContext:
         evaluation = self.recipe.evaluate
         DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)
         for source in prompt_sources(self.recipe):
-            source.probe()
+            if source.dataset is None:  # datasets are asked for only by the stage that reads them
+                source.probe()
         reserved = {prompt.category for prompt in read_all_prompts(evaluation.prompts)} & {"all", "self-written"}
         if reserved:
             raise UserError(f"evaluation category {reserved.pop()!r} is a name of the report's own; rename it.")
