@@ -29,7 +29,7 @@ def run(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from eyas.data.conversation import read_prompts
+    from eyas.data.sources import read_prompts
     from eyas.data.encode import ChatTemplate
     from eyas.data.generate_bench import compare_speed
     from eyas.data.styles import GREEDY, AnswerStyle

@@ -1,6 +1,6 @@
-"""The `eyas` command: one verb per file, parse and call. Errors of the user are one sentence and exit code 2.
+"""The `eyas` command: one verb per file, parse and call.
 
-A check that came out badly has exit code 1.
+Errors of the user are one sentence and exit code 2, failed checks one and exit code 1.
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import typer
 
 from eyas.models.errors import CheckFailed, UserError
-from eyas.scripts import doctor, export, import_head, plan, push, run, verify_engine
+from eyas.scripts import doctor, export, import_head, plan, preview, push, run, verify_engine
 from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
+app.command("preview")(preview.preview)
 add_stage_verbs(app)
 app.command("plan")(plan.plan)
 app.command("export")(export.export)
@@ -35,16 +36,11 @@ def main() -> None:
     """Run the command line."""
     try:
         app(prog_name="eyas")
-    except (UserError, CheckFailed) as error:
+    except (UserError, CheckFailed, FloatingPointError) as error:
         from eyas.train.progress import Reporter
 
         Reporter().error(str(error))
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except FloatingPointError as error:
-        from eyas.train.progress import Reporter
-
-        Reporter().error(str(error))
-        sys.exit(1)
     except StoppedBySignal as stopped:
         from eyas.train.progress import Reporter
 

@@ -35,12 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = load_recipe(options.recipe, options.set)
         folder = options.out or default_run_folder(recipe.name)
         run_stages(recipe, folder, first=options.stage, last=options.stage, reporter=reporter)
-    except (UserError, CheckFailed) as error:
+    except (UserError, CheckFailed, FloatingPointError) as error:
         reporter.error(str(error))
         return 2 if isinstance(error, UserError) else 1
-    except FloatingPointError as error:
-        reporter.error(str(error))
-        return 1
     except StoppedBySignal as stopped:
         reporter.say(str(stopped))
         return stopped.exit_code

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from eyas.data.conversation import Conversation, bundled_prompts, read_prompts
+from eyas.data.conversation import Prompt
 from eyas.data.ranks import Ranks
+from eyas.data.sources import read_prompts
 from eyas.inference.draft import DynamicTree
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
@@ -17,9 +17,10 @@ from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_
 from eyas.models.kv_cache import check_full_attention
 from eyas.models.target import Target, model_fingerprint
 from eyas.train.progress import Reporter
+from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, source_hash
 from eyas.train.ranks import launched_ranks
 from eyas.train.recipe import Recipe
-from eyas.train.run_folder import RunFolder, file_hash, fingerprint
+from eyas.train.run_folder import RunFolder, fingerprint
 
 CODE_VERSION = {"synthesize": 2, "extract": 2, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
 
@@ -94,7 +95,9 @@ class RunContext:
         _ = self.device, self.head_config  # both raise where the recipe asks for what is not there
         evaluation = self.recipe.evaluate
         DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)
-        read_all_prompts(self.recipe.synthesize.prompts)
+        for source in prompt_sources(self.recipe):
+            if source.dataset is None:  # datasets are asked for only by the stage that reads them
+                source.probe()
         reserved = {prompt.category for prompt in read_all_prompts(evaluation.prompts)} & {"all", "self-written"}
         if reserved:
             raise UserError(f"evaluation category {reserved.pop()!r} is a name of the report's own; rename it.")
@@ -106,8 +109,9 @@ class RunContext:
         keys: dict[str, str] = {}
         keys["synthesize"] = self._key(
             "synthesize", recipe.synthesize.model_dump(exclude=HOW_TO_REACH_IT), self.target_fingerprint,
-            recipe.target.template_arguments,
-            [prompt_file_hash(source) for source in recipe.synthesize.prompts],
+            recipe.target.template_arguments, [source_hash(source) for source in prompt_sources(recipe)],
+            # Not those of evaluate.prompts: a changed evaluation set costs no corpus, its stage checks it anew.
+            [prompt_file_hash(source) for source in recipe.synthesize.dedup.overlap_with or ()],
         )  # fmt: skip
         keys["extract"] = self._key("extract", recipe.extract.model_dump(), list(self.aux_layers), keys["synthesize"])
         keys["train"] = self._key("train", recipe.head.model_dump(), recipe.train.model_dump(), keys["extract"])
@@ -139,7 +143,7 @@ class RunContext:
         )
 
 
-def read_all_prompts(sources: tuple[str, ...]) -> list[Conversation]:
+def read_all_prompts(sources: tuple[str, ...]) -> list[Prompt]:
     """Return the prompts of several files; raises UserError when an id occurs twice, as results are kept by id."""
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
     seen: set[str] = set()
@@ -148,11 +152,3 @@ def read_all_prompts(sources: tuple[str, ...]) -> list[Conversation]:
             raise UserError(f"prompt id {prompt.id!r} occurs twice in {', '.join(sources)}; ids must be unique.")
         seen.add(prompt.id)
     return prompts
-
-
-def prompt_file_hash(source: str) -> str:
-    """Return the hash of a prompt file; raises UserError when there is none."""
-    path = bundled_prompts(source.removeprefix("bundled:")) if source.startswith("bundled:") else Path(source)
-    if not path.is_file():
-        raise UserError(f"there is no prompt file {source!r}; give a JSONL file, or bundled:train or bundled:eval.")
-    return file_hash(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from eyas.data.conversation import read_prompts
+from eyas.data.sources import read_prompts
 from eyas.data.encode import ChatTemplate
 from eyas.data.synthesize import stop_token_ids
 from eyas.inference.acceptance import AcceptanceStats

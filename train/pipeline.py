@@ -47,7 +47,7 @@ def run_stages(
             state = "was made with other settings" if context.folder.record(name).get("finished") else "is not finished"
             raise UserError(f"stage {name!r} {state} in {folder}; run it first: eyas {name} RECIPE --out {folder}")
     asked = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
-    if _is_main_rank() and not all(context.folder.is_finished(name, keys[name]) for name in asked):
+    if is_main_rank() and not all(context.folder.is_finished(name, keys[name]) for name in asked):
         from eyas.train.plan import check_plan  # a finished run needs neither this nor the stages' libraries
 
         check_plan(context, asked)

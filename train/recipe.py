@@ -83,16 +83,71 @@ class BackendSection(Section):
         return self
 
 
-class SynthesizeSection(Section):
-    """What the target writes: its own prompts, and replies to those and to the given prompt files.
+class PromptSourceSection(Section):
+    """One source of prompts; a bare text in the recipe is its `path`.
 
+    `path` is a JSONL, JSON or Parquet file (also .gz) or a bundled set; `dataset` is a Hub id or a local folder of
+    Hugging Face datasets, with `config`, `revision`, `split` and `streaming`. `schema` says how its columns spell a
+    conversation (probed when left out). `weight` is its share of the conversations, relative to the other weights: the
+    mix is as large as the smallest source allows, nothing is repeated. `limit` reads only the first rows.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    path: str | None = None
+    dataset: str | None = None
+    config: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    streaming: bool = False
+    schema_name: Literal[
+        "messages", "conversations", "turns", "instruction", "prompt", "question", "text", "text-prompt"
+    ] | None = Field(default=None, alias="schema")  # fmt: skip
+    weight: Annotated[float, Field(gt=0)] | None = None
+    limit: Positive | None = None
+    category: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        return {"path": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "PromptSourceSection":
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("a prompt source needs either path or dataset")
+        if self.path is not None and (self.config or self.revision or self.split or self.streaming):
+            raise ValueError(f"config, revision, split and streaming go with a dataset, not with path {self.path!r}")
+        return self
+
+
+class DedupSection(Section):
+    """Which repeats are dropped: `near` is the Jaccard similarity of two prompts' words, 0 for off.
+
+    No prompt may share a run of `overlap_words` words (0: off) with the evaluation sets `overlap_with`, which are
+    those of evaluate.prompts when left out.
+    """
+
+    exact: bool = True
+    near: Annotated[float, Field(ge=0, le=1)] = 0.8
+    overlap_words: NonNegative = 13
+    overlap_with: tuple[str, ...] | None = None
+
+
+class SynthesizeSection(Section):
+    """What the target writes: its own prompts, and replies to those and to the given ones.
+
+    `strict` stops at the first bad row of a source; otherwise up to `max_drop_share` of a source's rows may be dropped.
     `group` decodes so many replies together, always the same ones (0: all that are missing): a multiple of `batch` such
     as 8 times makes the corpus of an interrupted run, or of another number of processes, the same also in bfloat16.
     """
 
     backend: BackendSection = BackendSection()
 
-    prompts: tuple[str, ...] = ("bundled:train",)
+    prompts: tuple[PromptSourceSection, ...] = (PromptSourceSection(path="bundled:train"),)
+    strict: bool = False
+    max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    dedup: DedupSection = DedupSection()
     self_prompts: NonNegative = 0
     self_heldout: NonNegative = 0
     validation: Positive = 32

@@ -1,7 +1,7 @@
 """Reading recipes: a YAML path or a bundled name, with `--set section.key=value` overrides, into a validated Recipe."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -93,15 +93,16 @@ def _explain(error: ValidationError) -> str:
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that are allowed in the section at a place, as a recipe spells them."""
     model: type[BaseModel] = Recipe
     for part in location:
-        field = model.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-        else:
-            from eyas.train.recipe import AnswerStyleSection
+        if isinstance(part, str):
+            model = _section_in(model.model_fields[part].annotation) or model
+    return [field.alias or name for name, field in model.model_fields.items()]
 
-            model = AnswerStyleSection
-            break
-    return list(model.model_fields)
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section in a field's type: itself, or what a tuple holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section_in(inner))), None)

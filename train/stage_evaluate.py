@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from eyas.data.conversation import read_prompts
 from eyas.data.corpus import load_split, write_atomically
 from eyas.data.encode import ChatTemplate
+from eyas.data.sources import read_prompts
 from eyas.data.synthesize import stop_token_ids
 from eyas.inference.draft import ChainTree, DynamicTree
 from eyas.inference.evaluation import EvaluationPlan, EvaluationPrompt, evaluate, summarise
@@ -20,6 +20,7 @@ from eyas.models.errors import UserError
 from eyas.models.packed_linear import pack_linears
 from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
+from eyas.train.prompt_sources import check_apart
 from eyas.train.run_folder import fingerprint
 
 
@@ -29,6 +30,7 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
     folder = context.folder.of("evaluate")
     tokenizer = load_tokenizer(recipe.target.model)
     template = ChatTemplate(tokenizer, recipe.target.template_arguments)
+    check_apart(recipe, load_corpus(context.folder.of("synthesize") / "corpus.jsonl"))
     prompts = evaluation_prompts(context, template)
     target = context.load_target(section.dtype, tapped=True).pack(rows=section.tree.num_draft_tokens + 1)
     target.self_check(torch.tensor(prompts[0].prompt_ids))

@@ -9,32 +9,42 @@ from transformers import GenerationConfig
 
 from eyas.data.backends import Backend
 from eyas.data.batch_decode import BatchDecoder
-from eyas.data.conversation import read_prompts
 from eyas.data.encode import ChatTemplate
 from eyas.data.openai_backend import OpenAIBackend, Server
 from eyas.data.self_prompts import Steering
 from eyas.data.styles import AnswerStyle
+from eyas.data.supervision import EXAMPLE, check_supervision, show_conversation
 from eyas.data.synthesize import ANY_PROMPT, SynthesisPlan, SynthesisReport, stops_with, synthesize
 from eyas.models.bundled import resolve_model
 from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
+from eyas.train.prompt_sources import read_given
 from eyas.train.recipe import AnswerStyleSection
+
+LOOKED_AT = 32  # conversations whose mask is checked before the target is loaded
+SMOKE = 20_000  # reply tokens, below which a head learns too little to be judged
 
 
 def run_synthesize(context: RunContext) -> dict[str, Any]:
     """Write corpus/corpus.jsonl and return its counts."""
     section = context.recipe.synthesize
-    conversations = [conversation for source in section.prompts for conversation in read_prompts(source)]
     template = ChatTemplate(load_tokenizer(context.recipe.target.model), context.recipe.target.template_arguments)
+    given = read_given(
+        context.recipe, template, positions=context.target_config.max_position_embeddings, reporter=context.reporter,
+        folder=context.folder.of("synthesize") if context.ranks.first else None,
+    )  # fmt: skip
+    check_supervision([show_conversation(template, row) for row in given.conversations[:LOOKED_AT] or [EXAMPLE]])
     plan = synthesis_plan(context)
     backend = BACKENDS[section.backend.kind](context, template, plan)
     with context.reporter.bar("tok") as bar:
         report = synthesize(
-            backend, template, conversations, plan, context.folder.of("synthesize"), bar.update,
+            backend, template, given.conversations, plan, context.folder.of("synthesize"), bar.update,
             stop_ids=stops_with(template, eos_token_ids(context)), ranks=context.ranks,
         )  # fmt: skip
     for line in describe(report):
         context.reporter.say(f"  {line}")
+    if report.reply_tokens < SMOKE:
+        context.reporter.say(f"  smoke run: {report.reply_tokens} reply tokens are too few for acceptance to mean much")
     return asdict(report)
 
 

@@ -292,7 +292,7 @@ def test_prompt_files_are_read_before_the_first_stage(
     for text, message in (
         ("", r"prompt file '.*eval\.jsonl' is empty"),
         (good.replace("letters", "all"), "evaluation category 'all' is a name of the report's own"),
-        (good + '{"messages": []}\n', r"eval\.jsonl line 5 has no \"messages\""),
+        (good + '{"messages": []}\n', r"eval\.jsonl line 5: empty conversation\."),
     ):
         evaluation.write_text(text)
         with pytest.raises(UserError, match=message):

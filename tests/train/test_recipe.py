@@ -95,6 +95,36 @@ def test_a_value_out_of_range_says_what_is_allowed_and_what_was_given(sections: 
     assert "\n" not in str(caught.value)
 
 
+def test_a_prompt_source_is_a_text_or_an_object() -> None:
+    given = ["a.jsonl", {"dataset": "some/chats", "split": "test", "schema": "turns", "weight": 2, "streaming": True}]
+    first, second = recipe(synthesize={"prompts": given}).synthesize.prompts
+    assert (first.path, first.dataset, first.schema_name, first.weight) == ("a.jsonl", None, None, None)
+    assert (second.path, second.dataset, second.split, second.schema_name) == (None, "some/chats", "test", "turns")
+    assert second.model_dump()["schema"] == "turns"
+
+
+@pytest.mark.parametrize(
+    ("synthesize", "message"),
+    [
+        ({"prompts": [{"path": "a", "weigth": 1}]},
+         r"unknown key 'synthesize\.prompts\.0\.weigth'; allowed here: path, .*schema.*Did you mean 'weight'\?"),
+        ({"prompts": [{"path": "a", "schema_name": "turns"}]}, r"unknown key .*schema_name'.*Did you mean 'schema'"),
+        ({"prompts": [{}]}, r"synthesize\.prompts\.0: a prompt source needs either path or dataset"),
+        ({"prompts": [{"path": "a", "dataset": "b"}]}, "a prompt source needs either path or dataset"),
+        ({"prompts": [{"path": "a", "split": "x"}]}, "split and streaming go with a dataset, not with path 'a'"),
+        ({"prompts": [{"path": "a", "schema": "chat"}]}, r"prompts\.0\.schema: Input should be 'messages', "),
+        ({"prompts": [{"path": "a", "weight": 0}]}, r"prompts\.0\.weight: .*greater than 0"),
+        ({"prompts": [7]}, r"synthesize\.prompts\.0: .* \(given 7\)"),
+        ({"max_drop_share": 1.5}, r"synthesize\.max_drop_share: .*less than or equal to 1"),
+        ({"dedup": {"nearr": 1}}, r"unknown key 'synthesize\.dedup\.nearr'; allowed here: exact, near, .*Did you mean"),
+    ],
+)  # fmt: skip
+def test_a_wrong_prompt_source_is_one_sentence(synthesize: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        recipe(synthesize=synthesize)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -207,7 +237,8 @@ def test_a_missing_recipe_names_the_bundled_ones() -> None:
 
 @pytest.mark.parametrize("source", [*bundled_recipes(), "small"])
 def test_a_dumped_recipe_is_complete_and_loads_as_the_same(source: str, small: str, tmp_path: Path) -> None:
-    original = load_recipe(small if source == "small" else source, ["head.aux_layers=[1,3,5]", "train.seed=9"])
+    changes = ["head.aux_layers=[1,3,5]", "synthesize.prompts=[a.jsonl, {dataset: b, schema: text}]"]
+    original = load_recipe(small if source == "small" else source, changes)
     path = tmp_path / "dumped.yaml"
     path.write_text(dump_recipe(original))
     assert load_recipe(str(path)) == original
