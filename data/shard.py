@@ -55,7 +55,7 @@ class StoredRow:
         check = 0
         for tensor in (self.aux_TF, self.aux_scale_TA, self.final_MD, self.final_scale_M1, self.argmax_N):
             if tensor is not None:
-                check = zlib.crc32(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()), check)
+                check = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, check)
         return check
 
 

@@ -170,6 +170,8 @@ def validation_shares(*, validation: int, self_prompts: int, given: int) -> tupl
     return of_self, validation - of_self
 
 
+def _dialogues(template: ChatTemplate, question: Question, plan: SynthesisPlan) -> list[Dialogue]:
+    """Return the dialogues of one question: in its source's styles for training, greedy alone for other splits."""
     of_source = plan.self_answer_styles if question.source == "self" else plan.answer_styles
     styles = styles_for(question.id, of_source, seed=plan.seed) if question.split == "train" else [(0, GREEDY)]
     return [Dialogue(template, question, style, f"{question.id}/{number}") for number, style in styles]

@@ -29,9 +29,9 @@ def run(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from eyas.data.sources import read_prompts
     from eyas.data.encode import ChatTemplate
     from eyas.data.generate_bench import compare_speed
+    from eyas.data.sources import read_prompts
     from eyas.data.styles import GREEDY, AnswerStyle
     from eyas.models.target import Target, load_tokenizer
     from eyas.train.progress import Reporter

@@ -1,6 +1,7 @@
-"""`eyas doctor RECIPE | HEAD --target MODEL`: the contract checks, in seconds, of a recipe before long work or of a head."""
+"""`eyas doctor RECIPE | HEAD --target MODEL`: the contract checks of a recipe before any long work, or of a head."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,9 @@ def doctor(
             raise UserError("--set and --out belong to a recipe; a head is checked with --target alone.")
         doctor_head(subject, target, decode=decode, answers=(aux_layers, flags or [], map_kind), as_json=as_json)
     elif (Path(subject) / "config.json").is_file() or of_head:
-        raise UserError(f"{subject!r} is checked as a head, which needs --target MODEL; a recipe is a YAML file or a name.")
+        raise UserError(
+            f"{subject!r} is checked as a head, which needs --target MODEL; a recipe is a YAML file or a bundled name."
+        )
     else:
         doctor_recipe(subject, out, overrides or [], as_json=as_json)
 

@@ -27,8 +27,8 @@ def verify_engine(
     """Serve a head in a real engine and compare drafts, acceptance and text; exit code 1 when they differ."""
     from transformers.utils.logging import disable_progress_bar
 
-    from eyas.data.sources import read_prompts
     from eyas.data.encode import ChatTemplate
+    from eyas.data.sources import read_prompts
     from eyas.models.head_files import read_head_files
     from eyas.models.target import load_tokenizer
     from eyas.train.verify_engine import record_parity, verify_vllm

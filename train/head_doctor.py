@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from eyas.data.sources import read_prompts
 from eyas.data.encode import ChatTemplate
+from eyas.data.sources import read_prompts
 from eyas.data.synthesize import stop_token_ids
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.draft import ChainTree

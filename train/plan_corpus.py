@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.data.conversation import Prompt
 from eyas.data.corpus import load_corpus
 from eyas.data.encode import ChatTemplate
 from eyas.data.synthesize import validation_shares
 from eyas.models.target import load_tokenizer
-from eyas.train.context import RunContext, read_all_prompts
-from eyas.train.recipe import Recipe
+from eyas.train.context import RunContext
+from eyas.train.prompt_sources import given_prompts
+from eyas.train.recipe import AnswerStyleSection, Recipe
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,10 @@ def prompt_lengths(context: RunContext) -> PromptLengths:
     """Return the lengths of a recipe's given prompts on its target's chat template."""
     recipe = context.recipe
     template = ChatTemplate(load_tokenizer(recipe.target.model), recipe.target.template_arguments)
-    given = (template.ids(list(p.messages), add_generation_prompt=True) for p in _given(recipe))
+    prompts = given_prompts(recipe, template, positions=context.target_config.max_position_embeddings)
+    given = (template.ids(list(prompt.messages), add_generation_prompt=True) for prompt in prompts)
     frame = template.ids([{"role": "user", "content": ""}], add_generation_prompt=True)
     return PromptLengths(tuple(map(len, given)), len(frame))
-
-
-def _given(recipe: Recipe) -> list[Prompt]:
-    return read_all_prompts(recipe.synthesize.prompts)
 
 
 def count_finished(folder: Path) -> CorpusCounts:
@@ -67,16 +64,21 @@ def count_finished(folder: Path) -> CorpusCounts:
     stored = [row for row in rows if row.split != "heldout"]
     return CorpusCounts(
         rows=len(rows),
-        prompt_tokens=sum(len(row.prompt_ids) for row in rows),
+        prompt_tokens=sum(len(row.input_ids) - len(row.reply_ids) for row in rows),
         reply_tokens=sum(len(row.reply_ids) for row in rows),
         stored_rows=len(stored),
-        stored_prompt_tokens=sum(len(row.prompt_ids) for row in stored),
+        stored_prompt_tokens=sum(len(row.input_ids) - len(row.reply_ids) for row in stored),
         stored_reply_tokens=sum(len(row.reply_ids) for row in stored),
         validation_rows=sum(row.split == "validation" for row in rows),
         self_prompts_asked=sum(1 for part in (folder / "prompts").glob("*.jsonl") for _ in part.open("rb")),
-        longest_row=max(len(row.prompt_ids) + len(row.reply_ids) for row in stored),
+        longest_row=max(len(row.input_ids) for row in stored),
         exact=True,
     )
+
+
+def _answers_each(styles: tuple[AnswerStyleSection, ...]) -> int:
+    """Return how often a prompt is answered: once where the styles have shares, else once in each of them."""
+    return 1 if any(style.share is not None for style in styles) else len(styles)
 
 
 def count_allowed(recipe: Recipe, lengths: PromptLengths) -> CorpusCounts:
@@ -85,8 +87,8 @@ def count_allowed(recipe: Recipe, lengths: PromptLengths) -> CorpusCounts:
     of_self, of_given = validation_shares(validation=section.validation, self_prompts=section.self_prompts, given=given)
     written = min(lengths.frame + section.self_prompt_tokens, section.max_prompt_tokens)
     replies = recipe.plan.reply_tokens or section.max_reply_tokens
-    given_rows = (given - of_given) * len(section.answers) + of_given
-    self_rows = section.self_prompts * len(section.self_answers) + of_self
+    given_rows = (given - of_given) * _answers_each(section.answers) + of_given
+    self_rows = section.self_prompts * _answers_each(section.self_answers) + of_self
     stored = given_rows + self_rows
     mean_given = sum(lengths.given) / max(1, given)
     stored_prompts = round(given_rows * mean_given) + self_rows * written

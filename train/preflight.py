@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from eyas.data.batch_decode import BatchDecoder, Request
+from eyas.data.backends import Request
+from eyas.data.batch_decode import BatchDecoder
 from eyas.data.corpus import load_corpus
 from eyas.data.encode import ChatTemplate, TokenizedExample, encode_reply
 from eyas.data.synthesize import stop_token_ids
@@ -20,7 +21,8 @@ from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import CheckFailed, UserError
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
-from eyas.train.context import RunContext, read_all_prompts
+from eyas.train.context import RunContext
+from eyas.train.prompt_sources import given_prompts
 
 Verdict = Literal["ok", "warning", "failed", "not checked"]
 WRITTEN_PROMPTS, WRITTEN_TOKENS = 4, 48  # replies that the target writes where there is no corpus yet
@@ -72,8 +74,8 @@ class Probe:
 
     def _write(self) -> list[tuple[str, TokenizedExample]]:
         section = self.recipe.synthesize
-        given = read_all_prompts(section.prompts)[:WRITTEN_PROMPTS]
-        messages = [(prompt.id, list(prompt.messages)) for prompt in given]
+        given = given_prompts(self.recipe, self.template, positions=self.context.target_config.max_position_embeddings)
+        messages = [(prompt.id, list(prompt.messages)) for prompt in given[:WRITTEN_PROMPTS]]
         messages = messages or [("hello", [{"role": "user", "content": "Hello, what can you do for me?"}])]
         asked = {name: tuple(self.template.ids(turns, add_generation_prompt=True)) for name, turns in messages}
         tokens = min(section.max_reply_tokens, WRITTEN_TOKENS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eyas.data.encode import encode_conversation
 from eyas.data.feature_batch import collate
-from eyas.data.feature_store import FeatureRow
+from eyas.data.feature_row import FeatureRow
 from eyas.inference.draft import EagleDrafter
 from eyas.models.errors import CheckFailed
 from eyas.models.rope import check_same_rope

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.padding import Padding
 from rich.table import Table
 
+from eyas.data.conversation import Prompt
 from eyas.data.corpus import CorpusRow, write_atomically
 from eyas.data.dedup import DedupPlan, OverlapFinder
 from eyas.data.encode import ChatTemplate
@@ -60,6 +61,12 @@ def read_given(
         raise
     _show(report.table, reporter, folder)
     return report
+
+
+def given_prompts(recipe: Recipe, template: ChatTemplate, *, positions: int) -> list[Prompt]:
+    """Return the recipe's given conversations up to their last question, read without a word."""
+    report = read_given(recipe, template, positions=positions, reporter=Reporter(quiet=True))
+    return [conversation.prompt() for conversation in report.conversations]
 
 
 def check_apart(recipe: Recipe, corpus: list[CorpusRow]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eyas.data.corpus import load_split, write_atomically
+from eyas.data.corpus import load_corpus, load_split, write_atomically
 from eyas.data.encode import ChatTemplate
 from eyas.data.sources import read_prompts
 from eyas.data.synthesize import stop_token_ids
