@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
-from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.models.head_config import HeadConfig
+from eyas.models.heads import new_head
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SCHEMA = 1
@@ -33,7 +34,7 @@ def head_config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any
     kind = rope.pop("rope_type", "default")
     flags = {name: getattr(config, name) for name in FLAGS}
     fields: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["LlamaForCausalLMEagle3"] if config.kind == "eagle3" else ["LlamaForCausalLMEagle"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_size": config.hidden_size,
@@ -91,6 +92,7 @@ def head_config_from_json(fields: dict[str, Any], *, where: str) -> HeadConfig:
             "aux_layers": tuple(fields["eagle_aux_hidden_state_layer_ids"]),
             **{name: fields.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             **{name: fields.get(name, False) for name in FLAGS},
+            "kind": "eagle1" if "LlamaForCausalLMEagle" in fields["architectures"] else "eagle3",
         }
         return HeadConfig(**values)
     except KeyError as missing:
@@ -113,7 +115,7 @@ _PLAIN_FIELDS = (
 
 
 def save_head(
-    head: Eagle3Head, folder: Path, *, metadata: dict[str, Any], dtype: torch.dtype, files: dict[str, str] | None = None
+    head: DraftHead, folder: Path, *, metadata: dict[str, Any], dtype: torch.dtype, files: dict[str, str] | None = None
 ) -> None:
     """Write a head checkpoint to `folder`, replacing what is there, through a temporary folder and a rename.
 
@@ -146,7 +148,7 @@ def save_head(
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> Eagle3Head:
+def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> DraftHead:
     """Return the head of a checkpoint folder; raises UserError on any missing, extra or misshapen tensor."""
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -156,7 +158,7 @@ def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> Eagle
         raise UserError(
             f"cannot read a head from {str(folder)!r}: {error}; name a folder written by eyas export."
         ) from error
-    head = Eagle3Head(head_config_from_json(fields, where=f"{folder}/config.json"))
+    head = new_head(head_config_from_json(fields, where=f"{folder}/config.json"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != found:
@@ -172,7 +174,7 @@ def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> Eagle
     return head.to(device=device, dtype=dtype).eval()
 
 
-def check_map(head: Eagle3Head) -> None:
+def check_map(head: DraftHead) -> None:
     """Raise UserError unless the head's vocabulary map is sorted, in range, filled, and d2t agrees with t2d."""
     if head.config.full_vocabulary:
         return

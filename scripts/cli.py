@@ -6,6 +6,7 @@ import typer
 
 from eyas.models.errors import UserError
 from eyas.scripts import run
+from eyas.scripts.bench import bench
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 add_stage_verbs(app)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

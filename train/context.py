@@ -19,7 +19,8 @@ from eyas.train.progress import Reporter
 from eyas.train.recipe import Recipe
 from eyas.train.run_folder import RunFolder, file_hash, fingerprint
 
-CODE_VERSION = {"synthesize": 1, "extract": 1, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
+DEFAULT_DRAFT_VOCAB_SIZE = 8192
+CODE_VERSION = {"synthesize": 1, "extract": 1, "train": 2, "evaluate": 1, "export": 1}  # raise when results change
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class RunContext:
 
     @cached_property
     def aux_layers(self) -> tuple[int, ...]:
-        """The aux layers of the recipe, or the default ones of its target."""
+        """The aux layers of the recipe, or the default ones of its target; none for EAGLE-1."""
+        if self.recipe.head.kind == "eagle1":
+            return self.recipe.head.aux_layers
         return self.recipe.head.aux_layers or default_aux_layers(self.target_config.num_hidden_layers)
 
     @cached_property
@@ -66,10 +69,14 @@ class RunContext:
     def head_config(self) -> HeadConfig:
         """The configuration of the recipe's head on its target; raises UserError where the two do not fit."""
         section = self.recipe.head
+        size = section.draft_vocab_size
+        if size is None and section.kind == "eagle3":
+            size = min(DEFAULT_DRAFT_VOCAB_SIZE, self.target_config.vocab_size)
         return head_config_for(
             self.target_config,
+            kind=section.kind,
             aux_layers=self.aux_layers,
-            draft_vocab_size=section.draft_vocab_size,
+            draft_vocab_size=None if size == "full" else size,
             intermediate_size=section.intermediate_size,
             norm_before_residual=section.norm_before_residual,
             norm_before_fc=section.norm_before_fc,

@@ -6,20 +6,15 @@ from typing import Any
 import torch
 
 from eyas.data.corpus import load_corpus
-from eyas.data.encode import ChatTemplate
-from eyas.data.feature_store import FeatureRow, FeatureStore
-from eyas.models.draft_vocabulary import DraftVocabulary
-from eyas.models.eagle3 import Eagle3Head
+from eyas.data.feature_store import FeatureStore
 from eyas.models.errors import UserError
-from eyas.models.rope import check_same_rope
-from eyas.models.target import Target, load_tokenizer
-from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
 from eyas.train.accelerator import make_accelerator, track
 from eyas.train.context import RunContext
 from eyas.train.curves import draw_curves
 from eyas.train.loop import LoopPlan, train_head
 from eyas.train.metrics_file import MetricsFile
-from eyas.train.objective import ObjectivePlan, TrainingTimeTest
+from eyas.train.new_head import build_head, build_objective, usable_rows
+from eyas.train.vocabulary import choose_vocabulary
 
 
 def run_train(context: RunContext) -> dict[str, Any]:
@@ -28,7 +23,8 @@ def run_train(context: RunContext) -> dict[str, Any]:
     folder = context.folder.of("train")
     store = FeatureStore(context.folder.of("extract"))
     store.check_target(target_fingerprint=context.target_fingerprint, aux_layers=context.aux_layers)
-    splits = {row.id: row.split for row in load_corpus(context.folder.of("synthesize") / "corpus.jsonl")}
+    corpus = load_corpus(context.folder.of("synthesize") / "corpus.jsonl")
+    splits = {row.id: row.split for row in corpus}
     rows = store.rows()
     training = [row for row in rows if splits[row.id] == "train"]
     validation = [row for row in rows if splits[row.id] == "validation"]
@@ -40,18 +36,9 @@ def run_train(context: RunContext) -> dict[str, Any]:
     accelerator = make_accelerator(context)
     torch.manual_seed(recipe.train.seed)
     target = context.load_target("float32", tapped=True)
-    vocabulary, coverage = choose_vocabulary(context, target, training, validation)
+    vocabulary, coverage = choose_vocabulary(context, corpus, target.vocab_size)
     head = build_head(context, target, vocabulary)
-    module = TrainingTimeTest(
-        head,
-        target.head.rows(vocabulary.token_ids_U.to(target.device)).to(dtype=torch.float32, device=accelerator.device),
-        vocabulary.draft_ids_V.to(accelerator.device),
-        ObjectivePlan(
-            loss=recipe.train.loss,
-            step_weights=tuple(recipe.train.step_decay**step for step in range(recipe.train.ttt_steps)),
-            keep_oov=recipe.train.keep_oov,
-        ),
-    )
+    module = build_objective(context, head, target, vocabulary, accelerator.device)
     del target
     usable = usable_rows(context, module, training)
     plan = loop_plan(context)
@@ -83,10 +70,13 @@ def run_train(context: RunContext) -> dict[str, Any]:
             key=context.fingerprints["train"], report=report,
         )  # fmt: skip
     accelerator.end_training()
+    before = position.history[0]["tau"]
+    context.reporter.say(f"  held-out chain tau {before:.3f} before training, {position.best_tau:.3f} after")
     return {
         "steps": position.step,
         "processes": accelerator.num_processes,
         "best_step": position.best_step,
+        "initial_validation_tau": before,
         "best_validation_tau": position.best_tau,
         "history": position.history,
         "coverage": coverage,
@@ -98,53 +88,13 @@ def run_train(context: RunContext) -> dict[str, Any]:
     }
 
 
-def choose_vocabulary(
-    context: RunContext, target: Target, training: list[FeatureRow], validation: list[FeatureRow]
-) -> tuple[DraftVocabulary, dict[str, float]]:
-    """Return the draft vocabulary from the training rows' counts, and its coverage of generated tokens per split."""
-    tokenizer = load_tokenizer(context.recipe.target.model)
-    template = ChatTemplate(tokenizer, context.recipe.target.template_arguments)
-    counts = {
-        name: token_counts(rows, target.vocab_size) for name, rows in (("train", training), ("validation", validation))
-    }
-    forced = {template.end_of_turn, *tokenizer.all_special_ids}
-    vocabulary = DraftVocabulary.from_counts(counts["train"], size=context.recipe.head.draft_vocab_size, forced=forced)
-    coverage = {name: vocabulary.coverage(count) for name, count in counts.items()}
-    context.reporter.say(
-        f"  draft vocabulary: {len(vocabulary)} of {target.vocab_size} tokens, covering "
-        + ", ".join(f"{share:.2%} of generated {name} tokens" for name, share in coverage.items())
-    )
-    return vocabulary, coverage
-
-
-def usable_rows(context: RunContext, module: TrainingTimeTest, rows: list[FeatureRow]) -> list[FeatureRow]:
-    """Return the rows that train at least one slot, and say how many do not; raises UserError when none does."""
-    usable = [row for row in rows if module.trains(row)]
-    reasons = "replies of a single token, or none of the target's tokens in the draft vocabulary"
-    if not usable:
-        raise UserError(f"none of the {len(rows)} training rows has a slot to train ({reasons}); give other prompts.")
-    if len(usable) < len(rows):
-        context.reporter.say(f"  left out {len(rows) - len(usable)} of {len(rows)} rows without slots ({reasons})")
-    return usable
-
-
-def token_counts(rows: list[FeatureRow], vocab_size: int) -> torch.Tensor:
-    """Return how often the target generated each token, int64 [V]."""
-    generated = torch.cat([row.input_ids_T[row.generated_mask_T.bool()] for row in rows])
-    return torch.bincount(generated, minlength=vocab_size)
-
-
-def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary) -> Eagle3Head:
-    """Return the recipe's head, initialised, with map and embedding in place."""
-    head = Eagle3Head(context.head_config)
-    check_same_rope(head.rope, target.decoder, head.config)
-    if context.recipe.head.init == "target":
-        init_from_target(head, target, vocabulary)
-    else:
-        init_random(head)
-    set_vocabulary(head, vocabulary)
-    head.use_embedding(target.embedding)
-    return head.to(target.device)
+from eyas.train.accelerator import make_accelerator, track
+from eyas.train.context import RunContext
+from eyas.train.curves import draw_curves
+from eyas.train.loop import LoopPlan, train_head
+from eyas.train.metrics_file import MetricsFile
+from eyas.train.new_head import build_head, build_objective, usable_rows
+from eyas.train.vocabulary import choose_vocabulary
 
 
 def loop_plan(context: RunContext) -> LoopPlan:

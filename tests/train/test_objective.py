@@ -11,10 +11,11 @@ from eyas.data.feature_store import FeatureRow
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
 from eyas.models.target_head import TargetHead
+from eyas.models.warm_start import vocabulary_of
 from eyas.tests.toys import tiny_head, tiny_target
-from eyas.tests.train.rows import feature_row, gradients, head_vocabulary, objective, random_row
+from eyas.tests.train.rows import feature_row, gradients, objective, random_row
 from eyas.tests.train.slow_reference import slow_loss, trained_slots
-from eyas.train.objective import OBJECTIVES
+from eyas.train.losses import OBJECTIVES
 
 WEIGHTS = (1.0, 0.5, 0.25)
 
@@ -78,7 +79,7 @@ def test_loss_and_gradients_equal_the_slow_reference(
 
 
 def test_counts_are_those_of_the_contract(target: Target, head: Eagle3Head, rows: list[FeatureRow]) -> None:
-    drafted = set(head_vocabulary(head).token_ids_U.tolist())
+    drafted = set(vocabulary_of(head).token_ids_U.tolist())
     for keep_oov in (False, True):
         expected = [
             sum(len(trained_slots(row, step, drafted=None if keep_oov else drafted)) for row in rows)
@@ -122,7 +123,7 @@ def test_a_target_token_outside_the_draft_vocabulary_adds_nothing_unless_it_is_k
     target: Target, head: Eagle3Head, rows: list[FeatureRow]
 ) -> None:
     row = rows[0]
-    drafted = set(head_vocabulary(head).token_ids_U.tolist())
+    drafted = set(vocabulary_of(head).token_ids_U.tolist())
     outside = [p for p in range(len(row)) if int(row.argmax_T[p]) >= 0 and int(row.argmax_T[p]) not in drafted]
     assert outside, "the toy row has no such token: choose another seed"
     disturbed = FeatureRow(**{**row.__dict__, "final_hidden_TD": row.final_hidden_TD.clone()})
@@ -137,7 +138,7 @@ def test_a_target_token_outside_the_draft_vocabulary_adds_nothing_unless_it_is_k
 
 
 def test_a_row_trains_iff_some_slot_of_it_is_counted(target: Target, head: Eagle3Head, rows: list[FeatureRow]) -> None:
-    drafted = set(head_vocabulary(head).token_ids_U.tolist())
+    drafted = set(vocabulary_of(head).token_ids_U.tolist())
     outside = next(token for token in range(target.vocab_size) if token not in drafted)
     undraftable = FeatureRow(
         **{**rows[1].__dict__, "argmax_T": torch.where(rows[1].argmax_T >= 0, outside, rows[1].argmax_T)}

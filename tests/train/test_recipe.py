@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from eyas.models.errors import UserError
-from eyas.train.objective import OBJECTIVES
+from eyas.train.losses import OBJECTIVES
 from eyas.train.recipe import Recipe, TrainSection
 from eyas.train.recipe_io import bundled_recipes, dump_recipe, load_recipe, parse_recipe
 
