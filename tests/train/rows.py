@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.data.corpus import CorpusRow
 from eyas.data.feature_store import FeatureRow
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.models.draft_head import DraftHead
@@ -45,6 +46,13 @@ def greedy_row(target: Target, name: str, prompt_ids: list[int], *, new_tokens: 
     reply = Engine(target).generate(GenerationRequest(tuple(prompt_ids), new_tokens)).token_ids
     ids = [*prompt_ids, *reply]
     return feature_row(target, name, ids, [(len(prompt_ids), len(ids) - 1)])
+
+
+def corpus_row(
+    name: str, split: str, prompt_ids: list[int], reply_ids: list[int], *, category: str = "words"
+) -> CorpusRow:
+    """Return a corpus row of given tokens."""
+    return CorpusRow(name, "here", category, split, 0.0, tuple(prompt_ids), tuple(reply_ids), "stop", "", "")
 
 
 def objective(
