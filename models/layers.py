@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -79,7 +79,7 @@ class _TakeRows(torch.autograd.Function):
 
 def take_rows(x_ND: Tensor, index_M: Tensor) -> Tensor:
     """Return the rows of x at indices that must not repeat, [M, D]."""
-    out: Tensor = _TakeRows.apply(x_ND, index_M)
+    out: Tensor = _TakeRows.apply(x_ND, index_M)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -27,7 +27,8 @@ class HeadRope(LlamaRotaryEmbedding):
     @staticmethod
     def compute_default_rope_parameters(config: LlamaConfig, **_: Any) -> tuple[Tensor, float]:
         """Return plain frequencies of the part of each head that is rotated, which Llama's own take for the whole."""
-        parameters = config.rope_parameters
+        parameters: Any = config.rope_parameters
+        assert config.head_dim is not None
         rotated = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0

@@ -51,7 +51,7 @@ def ttt_attention_dense(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor]
 
 def ttt_attention_blocks(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:
     """Return what `ttt_attention_dense` returns, keeping no scores."""
-    out: Tensor = _BlockAttention.apply(q_BHTd, first_BT, len(keys), *keys, *values)
+    out: Tensor = _BlockAttention.apply(q_BHTd, first_BT, len(keys), *keys, *values)  # type: ignore[no-untyped-call]
     return out
 
 

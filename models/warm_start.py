@@ -7,7 +7,7 @@ noise. The embedding half of what it reads starts at zero, so that at first the 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
@@ -119,7 +119,7 @@ def init_from_head(head: DraftHead, trained: DraftHead, target: Target, vocabula
     head.load_state_dict({name: weights.get(name, own[name]) if name not in skipped else own[name] for name in own})
     known_U = vocabulary_of(trained).draft_ids_V[vocabulary.token_ids_U]
     if isinstance(head, Eagle3Head) and isinstance(trained, Eagle3Head):
-        rows_UD: nn.Parameter = head.lm_head.weight
+        rows_UD = head.lm_head.weight
         rows_UD.copy_(target.head.rows(vocabulary.token_ids_U).weight_VD)
         rows_UD[known_U >= 0] = trained.lm_head.weight[known_U[known_U >= 0]]
     return float((known_U >= 0).float().mean())

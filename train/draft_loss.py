@@ -76,7 +76,8 @@ def draft_loss(states_MD: Tensor, output: TargetHead, lesson: Lesson, weight_M: 
     """
     kind = states_MD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states_MD.dtype
-    loss: Tensor = _DraftLoss.apply(states_MD, output.weight_VD, weight_M, output, lesson, mix, dtype)
+    arguments = (states_MD, output.weight_VD, weight_M, output, lesson, mix, dtype)
+    loss: Tensor = _DraftLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
 
 

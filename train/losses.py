@@ -108,13 +108,16 @@ class LossMix:
     def pull(self, terms: SlotTerms) -> Pull:
         """Return the weighted sum of the parts."""
         pulls = [(weight, OBJECTIVES[name].pull(terms)) for name, weight in self.parts]
-        first_weight, first = pulls[0]
-        loss_N, cross, hard, overlap = (
-            first_weight * value for value in (first.loss_N, first.cross, first.hard, first.overlap)
+        return Pull(
+            loss_N=torch.stack([weight * pull.loss_N for weight, pull in pulls]).sum(0),
+            cross=_weighted([(weight, pull.cross) for weight, pull in pulls]),
+            hard=_weighted([(weight, pull.hard) for weight, pull in pulls]),
+            overlap=_weighted([(weight, pull.overlap) for weight, pull in pulls]),
         )
-        for weight, part in pulls[1:]:
-            loss_N = loss_N + weight * part.loss_N
-            cross = cross + weight * part.cross
-            hard = hard + weight * part.hard
-            overlap = overlap + weight * part.overlap
-        return Pull(loss_N, cross, hard, overlap)
+
+
+def _weighted(parts: list[tuple[float, Tensor | float]]) -> Tensor | float:
+    total: Tensor | float = 0.0
+    for weight, value in parts:
+        total = total + weight * value
+    return total

@@ -66,7 +66,7 @@ def batch(length: int) -> FeatureBatch:
 
 
 def main() -> None:
-    """Print {"peak", "largest", "lengths", "extra"}: MiB in all, elements, and MiB beyond what stood before a length."""
+    """Print {"peak", "largest", "lengths", "extra"}: MiB in all, elements, MiB more than before each length."""
     trained, extra, seen = module(), [], LargestTensor()
     lengths = (1024, 2048, 4096)
     for length in (256, *lengths):

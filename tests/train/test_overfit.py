@@ -1,4 +1,4 @@
-"""The self-test: a head that learns one row by heart drafts nearly all of it, in training's own count and in decoding."""
+"""The self-test: a head that learns one row by heart drafts nearly all of it, in training's count and in decoding."""
 
 import pytest
 import torch
