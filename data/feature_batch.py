@@ -56,7 +56,7 @@ class FeatureBatch:
         return mask
 
     def teacher_index(self, slots_N: Tensor, step: int | Tensor) -> Tensor:
-        """Return flat indices into B*T of the teacher's position t+1+s of flat slots, at one step or each at its own."""
+        """Return flat indices into B*T of the teacher's position t+1+s of flat slots, at one step or each its own."""
         return slots_N + 1 + step
 
     def to(self, device: torch.device | str) -> "FeatureBatch":

@@ -209,6 +209,11 @@ class Recipe(Section):
             )
         if train.loss == {}:
             raise ValueError("train.loss names no loss; give a name, or weights by name such as {kl: 0.5, lk: 0.5}")
+        if train.supervise == "all" and not train.keep_oov:
+            raise ValueError(
+                "train.supervise all also trains prompt tokens, whose most likely target token is not stored, so what "
+                "the draft vocabulary lacks cannot be left out there; set train.keep_oov to true"
+            )
         if self.head.kind == "eagle3" and train.feature_weight:
             raise ValueError(
                 "train.feature_weight regresses the target's final state, which only head.kind eagle1 continues"

@@ -201,3 +201,28 @@ def test_a_dumped_recipe_is_complete_and_loads_as_the_same(source: str, small: s
     written = yaml.safe_load(path.read_text())
     assert written["train"].keys() == TrainSection.model_fields.keys()
     assert written.keys() == Recipe.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"train": {"ttt_steps": 3, "step_weights": [1.0, 0.5]}}, r"has 2 entries for train\.ttt_steps = 3"),
+        ({"train": {"loss": {}}}, r"train\.loss names no loss"),
+        ({"train": {"loss": {"kl": 0}}}, r"train\.loss"),
+        ({"train": {"loss": {"kll": 1.0}}}, r"train\.loss"),
+        ({"train": {"supervise": "all"}}, r"set train\.keep_oov to true"),
+        ({"train": {"feature_weight": 1.0}}, r"only head\.kind eagle1 continues"),
+        ({"train": {"pace": 1.5}}, r"train\.pace"),
+        ({"head": {"init": ""}}, r"head\.init"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_refused(sections: dict[str, dict[str, Any]], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        recipe(**sections)
+
+
+def test_losses_are_a_name_or_a_mix() -> None:
+    assert recipe(train={"loss": "tv"}).train.loss == "tv"
+    assert recipe(train={"loss": {"kl": 0.5, "lk": 0.5}}).train.loss == {"kl": 0.5, "lk": 0.5}
+    assert recipe().train.loss is None
+    assert recipe(head={"kind": "eagle1"}, train={"feature_weight": 0.5}).train.feature_weight == 0.5
