@@ -199,7 +199,7 @@ def _check_pair(target: Target, head: DraftHead) -> None:
     """Raise UserError when a head was made for a target of other layers, width, layer count or vocabulary."""
     config = head.config
     expected = {
-        "aux layers": (config.aux_layers, target.aux_layers),
+        "aux layers": (config.aux_layers, target.aux_layers if config.aux_layers else ()),  # EAGLE-1 reads none
         "hidden size": (config.target_hidden_size, target.config.hidden_size),
         "layers": (config.target_num_layers, target.config.num_hidden_layers),
         "vocabulary": (config.vocab_size, target.vocab_size),

@@ -130,8 +130,7 @@ def _blocks(first_BT: Tensor, T: int) -> list[tuple[slice, slice, Tensor]]:
     """Return (query slots, key slots, what is hidden as [B, 1, 1, queries, keys]) of every block of queries."""
     blocks = []
     slots = torch.arange(T, device=first_BT.device)
-    lowest = [int(first) for first in first_BT[:, ::QUERY_BLOCK].amin(0)]
-    for number, low in enumerate(lowest):
+    for number, low in enumerate(first_BT[:, ::QUERY_BLOCK].amin(0).tolist()):
         rows = slice(number * QUERY_BLOCK, min(T, (number + 1) * QUERY_BLOCK))
         columns = slice(low, rows.stop)
         key, query = slots[columns][None, None, :], slots[rows][None, :, None]

@@ -29,7 +29,7 @@ def vocabulary_of(head: DraftHead) -> DraftVocabulary:
     """Return the draft vocabulary that a head carries."""
     if head.config.full_vocabulary:
         return DraftVocabulary.full(head.config.vocab_size)
-    return DraftVocabulary.from_d2t(head.d2t.cpu(), head.config.vocab_size)
+    return DraftVocabulary(head.t2d.cpu().nonzero().squeeze(-1), head.config.vocab_size)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ later only scales them. Memory is one chunk, whatever the number of slots and st
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,9 +46,13 @@ class Lesson:
             position, pair = stop, ends[stop - 1]
         return found
 
-    def distribution(self, positions: slice, dtype: torch.dtype) -> Tensor:
-        """Return the teacher's distribution at some positions, [n, U], in fp32 or better, of logits in a dtype."""
-        logits = self.teacher.to(dtype=dtype, device=self.final_PD.device).logits(self.final_PD[positions])
+    def to(self, dtype: torch.dtype) -> "Lesson":
+        """Return the lesson of a teacher whose products run in a dtype."""
+        return replace(self, teacher=self.teacher.to(dtype=dtype, device=self.final_PD.device))
+
+    def distribution(self, positions: slice) -> Tensor:
+        """Return the teacher's distribution at some positions, [n, U], in fp32 or better."""
+        logits = self.teacher.logits(self.final_PD[positions])
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
 
@@ -96,12 +100,13 @@ class _DraftLoss(torch.autograd.Function):
         accurate = torch.promote_types(states_MD.dtype, torch.float32)
         wants_states, wants_weight = ctx.needs_input_grad[:2]
         x_MD, head = states_MD.to(dtype), output.to(dtype=dtype, device=states_MD.device)
+        lesson = lesson.to(dtype)
         g_states = torch.empty_like(states_MD) if wants_states else None
         g_weight: Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=states_MD.device)
         with torch.autocast(device_type=states_MD.device.type, enabled=False):
             for positions, pairs in lesson.chunks(CHUNK_ELEMENTS // len(weight_UD)):
-                p_PU = lesson.distribution(positions, dtype)
+                p_PU = lesson.distribution(positions)
                 z_NU = head.logits(x_MD[pairs])
                 losses_N = _logits_to_gradients(z_NU, p_PU, lesson.position_M[pairs] - positions.start, mix, head)
                 weights_N = weight_M[pairs].to(accurate)
@@ -198,8 +203,9 @@ def draft_outlook(states_MD: Tensor, output: TargetHead, lesson: Lesson, draft_i
     overlaps, ranks = [], []
     with torch.autocast(device_type=kind, enabled=False):
         x_MD, head = states_MD.to(dtype), output.to(dtype=dtype, device=states_MD.device)
+        lesson = lesson.to(dtype)
         for positions, pairs in lesson.chunks(CHUNK_ELEMENTS // U):
-            p_PU = lesson.distribution(positions, dtype)
+            p_PU = lesson.distribution(positions)
             z_NU = head.logits(x_MD[pairs])
             rows_N, ids_N = lesson.position_M[pairs] - positions.start, draft_id_M[pairs]
             size = max(1, BLOCK_ELEMENTS // U)

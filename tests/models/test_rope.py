@@ -134,7 +134,7 @@ def test_a_partly_rotated_head_dim_turns_as_the_target_does(kind: str, factor: f
 
 def test_the_rope_of_full_attention_is_compared_where_layer_types_have_their_own() -> None:
     config = AutoConfig.for_model(
-        "gemma3_text", hidden_size=40, num_attention_heads=4, head_dim=16, num_hidden_layers=2, vocab_size=97,
+        "gemma3_text", hidden_size=40, num_attention_heads=4, head_dim=16, num_hidden_layers=6, vocab_size=97,
         intermediate_size=56, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=None,
     )  # fmt: skip
     target, head = AutoModel.from_config(config), config_for(config)

@@ -184,7 +184,7 @@ def test_the_teacher_is_asked_once_and_only_where_a_slot_is_supervised(
         return logits(self, hidden)
 
     monkeypatch.setattr(TargetHead, "logits", watched)
-    module = objective(target, head)
+    module = objective(target, head, keep_oov=True)
     module(packed(rows[:1]), module.counts(packed(rows[:1])))
     # Slots 3 .. 6 and 12 .. 15 of the two turns: the distributions one position on.
     taught = [hidden for hidden in asked if not hidden.requires_grad]  # the others are the head's own states

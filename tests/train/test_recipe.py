@@ -67,7 +67,7 @@ def test_the_keys_allowed_at_a_place_are_listed() -> None:
     [
         ({"train": {"steps": 0}}, r"train\.steps: Input should be greater than 0 \(given 0\)"),
         ({"train": {"steps": "many"}}, r"train\.steps: .*valid integer.* \(given 'many'\)"),
-        ({"train": {"loss": "kll"}}, r"train\.loss: Input should be 'kl', 'ce' or 'lk' \(given 'kll'\)"),
+        ({"train": {"loss": "kll"}}, r"train\.loss: Input should be 'kl', 'ce', 'tv' or 'lk' \(given 'kll'\)"),
         ({"train": {"learning_rate": float("inf")}}, r"train\.learning_rate: .*finite number \(given inf\)"),
         ({"train": {"learning_rate": -0.1}}, r"train\.learning_rate: .*greater than 0 \(given -0\.1\)"),
         ({"train": {"betas": [0.9, 1.0]}}, r"train\.betas\.1: Input should be less than 1 \(given 1\.0\)"),

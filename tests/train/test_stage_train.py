@@ -150,3 +150,15 @@ def test_a_trained_head_of_another_shape_or_no_folder_is_refused(model: Path, tm
     lost = context(model, tmp_path, head={"draft_vocab_size": 100, "init": "trgaet"})
     with pytest.raises(UserError, match=r"head\.init 'trgaet' is neither target, random nor a folder"):
         build_head(lost, target, vocabulary)
+
+
+def test_compiling_takes_the_mlp_and_leaves_names_as_they_are(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    run = context(model, tmp_path, head={"draft_vocab_size": 100, "aux_layers": [1, 4, 8]}, train={"compile": True})
+    target = run.load_target("float32", tapped=True)
+    head = build_head(run, target, DraftVocabulary(torch.arange(100), target.vocab_size))
+    assert compiled == ["GatedMLP"]
+    assert "midlayer.mlp.up_proj.weight" in head.state_dict()

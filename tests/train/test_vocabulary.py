@@ -23,7 +23,7 @@ ROWS = [
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunContext:
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunContext:
     fields = tiny_recipe(save_tiny_model(tmp_path / "model"), tmp_path, head={"draft_vocab_size": 4})
     return RunContext(parse_recipe(fields, where="here"), RunFolder(tmp_path / "run"), Reporter())
 
