@@ -233,7 +233,7 @@ class _Run:
     def _accumulate(self, window: list[FeatureBatch], counts_S: Tensor) -> Tensor:
         """Back-propagate a window and return its loss over all ranks.
 
-        Ranks average their gradients and accelerate (or DeepSpeed) those of a window, so each share is scaled up by both.
+        Ranks average their gradients, accelerate (or DeepSpeed) those of a window: each share is scaled up by both.
         """
         accelerator, device = self.accelerator, self.accelerator.device.type
         scale = self.ranks * len(window)

@@ -88,15 +88,6 @@ def run_train(context: RunContext) -> dict[str, Any]:
     }
 
 
-from eyas.train.accelerator import make_accelerator, track
-from eyas.train.context import RunContext
-from eyas.train.curves import draw_curves
-from eyas.train.loop import LoopPlan, train_head
-from eyas.train.metrics_file import MetricsFile
-from eyas.train.new_head import build_head, build_objective, usable_rows
-from eyas.train.vocabulary import choose_vocabulary
-
-
 def loop_plan(context: RunContext) -> LoopPlan:
     """Return the loop's settings from the recipe."""
     section = context.recipe.train
