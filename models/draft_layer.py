@@ -42,6 +42,8 @@ class DraftAttention(nn.Module):
         if x_BTE.device.type != "cpu" or not torch.is_grad_enabled():
             return tuple(projection(x_BTE) for projection in projections)
         weights = [projection.weight for projection in projections]
+        if not all(weight.numel() for weight in weights):  # ZeRO-3 fills a weight for its own module alone
+            return tuple(projection(x_BTE) for projection in projections)
         return F.linear(x_BTE, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
 
 
