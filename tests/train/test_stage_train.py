@@ -162,3 +162,16 @@ def test_compiling_takes_the_mlp_and_leaves_names_as_they_are(
     head = build_head(run, target, DraftVocabulary(torch.arange(100), target.vocab_size))
     assert compiled == ["GatedMLP"]
     assert "midlayer.mlp.up_proj.weight" in head.state_dict()
+
+
+def test_a_full_draft_vocabulary_has_no_map_and_a_small_target_no_more_than_its_own(
+    model: Path, tmp_path: Path
+) -> None:
+    full = context(model, tmp_path, head={"draft_vocab_size": "full"})
+    assert full.head_config.full_vocabulary
+    vocabulary, coverage = choose_vocabulary(full, [], 258)
+    assert vocabulary.token_ids_U.tolist() == list(range(258))
+    assert coverage == {"train": 1.0, "validation": 1.0}
+    target = full.load_target("float32", tapped=True)
+    assert {"d2t", "t2d"}.isdisjoint(build_head(full, target, vocabulary).state_dict())
+    assert context(model, tmp_path, head={"draft_vocab_size": None}).head_config.draft_vocab_size == 258
