@@ -22,8 +22,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunContext:
+def run_in(tmp_path: Path) -> RunContext:
     fields = tiny_recipe(save_tiny_model(tmp_path / "model"), tmp_path, head={"draft_vocab_size": 4})
     return RunContext(parse_recipe(fields, where="here"), RunFolder(tmp_path / "run"), Reporter())
 
@@ -37,8 +36,9 @@ def test_only_generated_tokens_are_counted() -> None:
 
 
 def test_the_draft_vocabulary_holds_what_training_rows_say_and_the_end_of_turn(
-    run: RunContext, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = run_in(tmp_path)
     vocabulary, coverage = choose_vocabulary(run, ROWS, 258)
     assert len(vocabulary) == 4
     assert {62, 63, 257} <= set(vocabulary.token_ids_U.tolist())  # 257 ends a turn and is special
