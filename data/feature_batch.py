@@ -49,16 +49,17 @@ class FeatureBatch:
         """Return the RoPE position of each slot at a step, t + s within its document, [B, T]."""
         return self.position_BT + step
 
-    def supervised(self, step: int) -> Tensor:
-        """Return which slots are supervised at a step, bool [B, T]."""
-        mask = torch.ones_like(self.generated_mask_BT)
+    def supervised(self, step: int, *, everywhere: bool = False) -> Tensor:
+        """Return which slots are supervised at a step, bool [B, T]; `everywhere` counts every token as generated."""
+        generated_BT = self.document_BT >= 0 if everywhere else self.generated_mask_BT
+        mask = torch.ones_like(generated_BT)
         for ahead in range(1, 3 + step):
             same_document = _ahead(self.document_BT, ahead, fill=-1) == self.document_BT
-            mask = mask & _ahead(self.generated_mask_BT, ahead, fill=0) & same_document
+            mask = mask & _ahead(generated_BT, ahead, fill=0) & same_document
         return mask
 
-    def teacher_index(self, slots_N: Tensor, step: int) -> Tensor:
-        """Return flat indices into B*T of the teacher's position t+1+s for flat slot indices."""
+    def teacher_index(self, slots_N: Tensor, step: int | Tensor) -> Tensor:
+        """Return flat indices into B*T of the teacher's position t+1+s of flat slots, at one step or each its own."""
         return slots_N + 1 + step
 
     def to(self, device: torch.device | str) -> "FeatureBatch":

@@ -16,34 +16,38 @@ from torch import Tensor
 
 from eyas.inference.tree import DraftTree
 from eyas.models.draft_cache import DraftCache
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
+from eyas.models.target import TargetOutput
 
 
 class EagleDrafter:
     """The drafting state of one request. The head may be less precise than the target: drafts are only guesses."""
 
-    def __init__(self, head: Eagle3Head, *, capacity: int) -> None:
-        weight = head.norm.weight
+    def __init__(self, head: DraftHead, *, capacity: int) -> None:
         self.head = head
         self.cache = DraftCache(
             kv_heads=head.config.num_key_value_heads,
             head_dim=head.config.head_dim,
             capacity=capacity,
-            dtype=weight.dtype,
-            device=weight.device,
+            dtype=head.dtype,
+            device=head.device,
         )
         self.feature_D: Tensor | None = None
         self.logits_U: Tensor | None = None
 
+    def states(self, out: TargetOutput) -> Tensor:
+        """Return the states of a batch-1 target forward that the head reads, [T, F]."""
+        return self.head.states(out.aux_hidden_BTF[0], out.final_hidden_BTD[0])
+
     @torch.inference_mode()
-    def extend(self, aux_hidden_TF: Tensor, next_tokens_T: Tensor) -> None:
-        """Commit T slots: target aux states of positions and the token that follows each."""
+    def extend(self, states_TF: Tensor, next_tokens_T: Tensor) -> None:
+        """Commit T slots: the target states that the head reads, and the token that follows each."""
         T = len(next_tokens_T)
         start = self.cache.length
         self.cache.commit(T)
         positions = torch.arange(start, start + T, device=next_tokens_T.device)[None]
-        feature = self.head.fuse(aux_hidden_TF[None].to(self.head.norm.weight.dtype))
+        feature = self.head.fuse(states_TF[None].to(self.head.dtype))
         last = torch.tensor([T - 1], device=next_tokens_T.device)
         feature, logits = self.head.step(feature, next_tokens_T[None], positions, self.cache, logits_at=last)
         self.feature_D, self.logits_U = feature[0, -1], logits[0]

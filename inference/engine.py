@@ -15,7 +15,7 @@ from eyas.inference.draft import EagleDrafter, TreeMaker
 from eyas.inference.sampling import Sampling
 from eyas.inference.tree import DraftTree
 from eyas.inference.verify import VERIFIERS
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.models.kv_cache import KVCache
 from eyas.models.target import Target
@@ -89,13 +89,13 @@ class _Progress:
 class Engine:
     """Decodes with a target and, given a head and a tree maker, speculates."""
 
-    def __init__(self, target: Target, head: Eagle3Head | None = None, tree: TreeMaker | None = None) -> None:
+    def __init__(self, target: Target, head: DraftHead | None = None, tree: TreeMaker | None = None) -> None:
         """Raise UserError when head and target do not belong together."""
         if (head is None) != (tree is None):
             raise UserError("give the engine both a head and a tree, or neither (plain decoding).")
         if head is not None:
             _check_pair(target, head)
-            head.use_embedding(target.embedding)
+            head.lend(target)
         self.target = target
         self.head = head
         self.tree = tree
@@ -152,7 +152,7 @@ class Engine:
         progress.cached = T
         progress.emit([first])
         if drafter is not None and progress.finish_reason is None:
-            drafter.extend(out.aux_hidden_BTF[0], torch.cat((prompt[1:], torch.tensor([first], device=device))))
+            drafter.extend(drafter.states(out), torch.cat((prompt[1:], torch.tensor([first], device=device))))
         return progress
 
     def _rounds(self, progress: _Progress) -> Iterator[Round]:
@@ -187,7 +187,7 @@ class Engine:
         accepted = tree.tokens_N[list(verification.path[1:])].tolist()
         kept = progress.emit([*accepted, verification.bonus_token])
         if progress.drafter is not None and progress.finish_reason is None:
-            progress.drafter.extend(out.aux_hidden_BTF[0, path], torch.tensor(kept, device=device))
+            progress.drafter.extend(progress.drafter.states(out)[path], torch.tensor(kept, device=device))
         return Round(drafted=N - 1, accepted=min(len(accepted), len(kept)), tokens=tuple(kept))
 
     @staticmethod
@@ -195,11 +195,11 @@ class Engine:
         return "sampling" if request.sampling.temperature > 0 else "greedy"
 
 
-def _check_pair(target: Target, head: Eagle3Head) -> None:
+def _check_pair(target: Target, head: DraftHead) -> None:
     """Raise UserError when a head was made for a target of other layers, width, layer count or vocabulary."""
     config = head.config
     expected = {
-        "aux layers": (config.aux_layers, target.aux_layers),
+        "aux layers": (config.aux_layers, target.aux_layers if config.aux_layers else ()),  # EAGLE-1 reads none
         "hidden size": (config.target_hidden_size, target.config.hidden_size),
         "layers": (config.target_num_layers, target.config.num_hidden_layers),
         "vocabulary": (config.vocab_size, target.vocab_size),

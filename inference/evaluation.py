@@ -18,7 +18,7 @@ from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.draft import TreeMaker
 from eyas.inference.engine import Engine, Generation, GenerationRequest
 from eyas.inference.sampling import Sampling
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 
@@ -76,7 +76,7 @@ class Measurement:
 
 def evaluate(
     target: Target,
-    head: Eagle3Head,
+    head: DraftHead,
     prompts: list[EvaluationPrompt],
     plan: EvaluationPlan,
     path: Path,

@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.models.head_checks import map_faults, require_sound
 from eyas.models.head_config import HeadConfig
-from eyas.models.head_files import HeadFiles, read_head_files, write_head_files
+from eyas.models.head_files import HeadFiles, head_method, read_head_files, write_head_files
 from eyas.models.head_json import head_config_json
 from eyas.models.head_layout import ZERO_TENSORS, expected_shapes, neutral_fields
-
-HEADS: dict[str, type[Eagle3Head]] = {"eagle3": Eagle3Head}
+from eyas.models.heads import new_head
 
 
 def head_config_from_json(fields: dict[str, Any], *, where: str) -> HeadConfig:
     """Return the HeadConfig of a config.json written by `head_config_json`; raises UserError naming what is missing."""
     try:
-        return HeadConfig(**neutral_fields("eagle3", fields))
+        method = head_method(fields, where=where)
+        return HeadConfig(kind=method, **neutral_fields(method, fields))
     except KeyError as missing:
         raise UserError(f"{where} has no {missing}: not a head written by eyas, or an older layout.") from None
 
 
-def head_files(head: Eagle3Head, *, metadata: dict[str, Any], dtype: torch.dtype) -> HeadFiles:
+def head_files(head: DraftHead, *, metadata: dict[str, Any], dtype: torch.dtype) -> HeadFiles:
     """Return a head as native files in a dtype; raises UserError when they would not be sound."""
     tensors = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
@@ -46,30 +46,28 @@ def head_files(head: Eagle3Head, *, metadata: dict[str, Any], dtype: torch.dtype
 
 
 def save_head(
-    head: Eagle3Head, folder: Path, *, metadata: dict[str, Any], dtype: torch.dtype, files: dict[str, str] | None = None
+    head: DraftHead, folder: Path, *, metadata: dict[str, Any], dtype: torch.dtype, files: dict[str, str] | None = None
 ) -> None:
     """Write a native checkpoint to `folder`, replacing what is there; `files` are extra texts (launch lines, card)."""
     native = head_files(head, metadata=metadata, dtype=dtype)
     write_head_files(folder, native, check=lambda written: load_head(written, dtype=dtype), texts=files)
 
 
-def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> Eagle3Head:
+def load_head(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> DraftHead:
     """Return the head of a native checkpoint; raises UserError naming every fault its files have."""
     return head_from_files(read_head_files(folder), dtype=dtype, device=device)
 
 
-def head_from_files(files: HeadFiles, *, dtype: torch.dtype, device: str = "cpu") -> Eagle3Head:
+def head_from_files(files: HeadFiles, *, dtype: torch.dtype, device: str = "cpu") -> DraftHead:
     """Return the head that native files describe; raises UserError naming every fault they have."""
     require_sound(files)
-    if files.method not in HEADS:
-        raise UserError(f"{files.where} holds an {files.method} head; this version decodes {', '.join(HEADS)}.")
-    head = HEADS[files.method](head_config_from_json(files.fields, where=f"{files.where}/config.json"))
+    head = new_head(head_config_from_json(files.fields, where=f"{files.where}/config.json"))
     owned = {name: tensor for name, tensor in files.tensors.items() if name not in ZERO_TENSORS[files.method]}
     head.load_state_dict(owned)
     return head.to(device=device, dtype=dtype).eval()
 
 
-def check_map(head: Eagle3Head) -> None:
+def check_map(head: DraftHead) -> None:
     """Raise UserError unless the head's vocabulary map is sorted, in range, filled, and d2t agrees with t2d."""
     if head.config.full_vocabulary:
         return

@@ -5,16 +5,21 @@ layer, before the final norm). Engines count differently; `eyas.models.checkpoin
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
 from eyas.models.errors import UserError
 
+Kind = Literal["eagle1", "eagle3"]
+
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The configuration of one EAGLE-3 draft head; `from_target` derives it, checkpoints carry it."""
+    """The configuration of one draft head; `head_config_for` derives it, checkpoints carry it.
+
+    An EAGLE-1 head reads final states only: no aux layers, the target's whole vocabulary, none of the norm flags.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -37,6 +42,7 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    kind: Kind = "eagle3"
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -49,7 +55,22 @@ class HeadConfig:
                 "norm_before_fc (one norm over all aux states) and fc_norm (one norm per aux state) exclude each "
                 "other; set at most one of them."
             )
-        check_aux_layers(self.aux_layers, num_layers=self.target_num_layers)
+        if self.kind == "eagle3":
+            check_aux_layers(self.aux_layers, num_layers=self.target_num_layers)
+        else:
+            self._check_eagle1()
+
+    def _check_eagle1(self) -> None:
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        given = [f"head.{name}" for name in ("aux_layers", *flags) if getattr(self, name)]
+        if not self.full_vocabulary:
+            given.append(f"head.draft_vocab_size {self.draft_vocab_size}")
+        if given:
+            raise UserError(
+                f"an EAGLE-1 head reads the target's final state alone and drafts through the target's own head of "
+                f"{self.vocab_size} tokens; {', '.join(given)} belong to EAGLE-3: leave them out or set head.kind to "
+                "eagle3."
+            )
 
     @property
     def full_vocabulary(self) -> bool:
@@ -91,6 +112,8 @@ def check_aux_layers(aux_layers: tuple[int, ...], *, num_layers: int) -> None:
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_dim", "intermediate_size")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def _inherited(config: PreTrainedConfig, *names: str) -> Any:
@@ -100,16 +123,37 @@ def _inherited(config: PreTrainedConfig, *names: str) -> Any:
         if value is not None:
             return value
     raise UserError(
-        f"the config of this {config.model_type} target has no {' or '.join(names)}, which an EAGLE-3 head takes over "
+        f"the config of this {config.model_type} target has no {' or '.join(names)}, which a draft head takes over "
         "from its target; draft heads need a target with RMSNorm, a gated MLP and rotary positions."
     )
+
+
+def is_mixture(target: PreTrainedConfig) -> bool:
+    """Return whether a target's MLP is a mixture of experts."""
+    return any((getattr(target.get_text_config(), name, None) or 0) > 1 for name in EXPERT_COUNTS)
+
+
+def _mlp_width(config: PreTrainedConfig) -> int:
+    """Return the target's MLP width; of a mixture, what one token passes, and never under twice the hidden size."""
+    if not is_mixture(config):
+        return int(_inherited(config, "intermediate_size"))
+    width = _inherited(config, *_EXPERT_WIDTHS) * _inherited(config, *_EXPERTS_PER_TOKEN)
+    return int(max(width, 2 * config.hidden_size))
+
+
+def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the target's RoPE parameters; where layer types have their own, those of full attention."""
+    parameters = dict(_inherited(config, "rope_parameters"))
+    of_full_attention = parameters.get("full_attention")
+    return dict(of_full_attention) if isinstance(of_full_attention, dict) else parameters
 
 
 def head_config_for(
     target: PreTrainedConfig,
     *,
-    aux_layers: tuple[int, ...],
-    draft_vocab_size: int,
+    kind: Kind = "eagle3",
+    aux_layers: tuple[int, ...] = (),
+    draft_vocab_size: int | None = None,
     intermediate_size: int | None = None,
     norm_before_residual: bool = False,
     norm_before_fc: bool = False,
@@ -118,29 +162,24 @@ def head_config_for(
 ) -> HeadConfig:
     """Return the head configuration that inherits head dim, RoPE, lengths, eps and activation from a target's config.
 
-    `intermediate_size` defaults to the target's; MoE targets must state it, because theirs is the width per expert.
+    `draft_vocab_size` None is the target's whole vocabulary; `intermediate_size` None is the target's MLP width.
     """
     config = target.get_text_config()
-    is_moe = any(getattr(config, name, None) for name in EXPERT_COUNTS)
-    if intermediate_size is None and is_moe:
-        raise UserError(
-            f"target {config.model_type} is a mixture of experts: its intermediate_size is per expert, too narrow for "
-            f"a head; set head.intermediate_size (a usual value is 2-4 times the hidden size {config.hidden_size})."
-        )
     heads = _inherited(config, "num_attention_heads")
     eos = config.eos_token_id
     return HeadConfig(
+        kind=kind,
         hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size or _inherited(config, "intermediate_size"),
+        intermediate_size=intermediate_size or _mlp_width(config),
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_act=_inherited(config, "hidden_act", "hidden_activation"),
         rms_norm_eps=_inherited(config, "rms_norm_eps"),
-        rope_parameters=dict(_inherited(config, "rope_parameters")),
+        rope_parameters=_rope_parameters(config),
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=config.vocab_size,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=config.vocab_size if draft_vocab_size is None else draft_vocab_size,
         target_hidden_size=config.hidden_size,
         target_num_layers=config.num_hidden_layers,
         aux_layers=tuple(aux_layers),
@@ -152,3 +191,26 @@ def head_config_for(
         fc_norm=fc_norm,
         norm_output=norm_output,
     )
+
+
+def head_remarks(config: HeadConfig, target: PreTrainedConfig) -> list[str]:
+    """Return sentences about a head that works but not everywhere, or not as its target's config suggests."""
+    remarks = []
+    if is_mixture(target):
+        remarks.append(
+            f"the target is a mixture of experts, whose MLP width is per expert; the head's is "
+            f"{config.intermediate_size} (head.intermediate_size)."
+        )
+    if config.intermediate_size < config.hidden_size:
+        remarks.append(
+            f"the head's MLP ({config.intermediate_size}) is narrower than its hidden size ({config.hidden_size}); "
+            "heads drafted better with 2 to 4 times the hidden size (head.intermediate_size)."
+        )
+    if config.norm_before_residual:
+        remarks.append("norm_before_residual: SGLang does not implement it; vLLM and eyas do.")
+    if config.kind == "eagle3" and len(config.aux_layers) != 3:
+        remarks.append(
+            f"{len(config.aux_layers)} aux layers: the original EAGLE code and llama.cpp read exactly 3; vLLM, SGLang "
+            "and eyas read any number."
+        )
+    return remarks

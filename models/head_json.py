@@ -12,7 +12,7 @@ from eyas.models.head_layout import BORROWED, FLAGS, PLAIN_FIELDS, TOKEN_FIELDS
 
 def head_config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json of a head."""
-    return native_json("eagle3", asdict(config), dtype=str(dtype).removeprefix("torch."))
+    return native_json(config.kind, asdict(config), dtype=str(dtype).removeprefix("torch."))
 
 
 def native_json(method: str, neutral: dict[str, Any], *, dtype: str) -> dict[str, Any]:

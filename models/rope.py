@@ -5,6 +5,7 @@ that the library does not know is an error, never a fall-back to the default.
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ class HeadRope(LlamaRotaryEmbedding):
     Frequencies rounded to bf16 are off by up to 0.4 %: a whole turn and more at position 5000.
     """
 
+    @staticmethod
+    def compute_default_rope_parameters(config: LlamaConfig, **_: Any) -> tuple[Tensor, float]:
+        """Return plain frequencies of the part of each head that is rotated, which Llama's own take for the whole."""
+        parameters: Any = config.rope_parameters
+        assert config.head_dim is not None
+        rotated = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HeadRope":
         return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
 
@@ -34,12 +44,6 @@ def build_rope(config: HeadConfig) -> HeadRope:
     known = ["default", *ROPE_INIT_FUNCTIONS]
     if kind not in known:
         raise UserError(f"unknown RoPE type {kind!r}; known types are {', '.join(known)}.{nearest(str(kind), known)}")
-    partial = parameters.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise UserError(
-            f"the target rotates only {partial:.0%} of each head (partial_rotary_factor); draft heads for such targets "
-            "are not supported."
-        )
     return HeadRope(
         LlamaConfig(
             hidden_size=config.num_attention_heads * config.head_dim,  # the library insists that heads divide it
@@ -52,11 +56,16 @@ def build_rope(config: HeadConfig) -> HeadRope:
     )
 
 
-def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
-    """Return `x` rotated pairwise (first half against second half of the head dim, as Llama does)."""
-    first, second = x_BHTd.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x_BHTd * cos_BTd.unsqueeze(1) + turned * sin_BTd.unsqueeze(1)
+def rotate(x_BHTd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
+    """Return `x` rotated pairwise (first half against second half of the first r dims, as Llama does); the rest stays.
+
+    r is the head dim, or less where the target rotates a part of it.
+    """
+    r = cos_BTr.shape[-1]
+    part = x_BHTd[..., :r]
+    first, second = part.chunk(2, dim=-1)
+    turned = part * cos_BTr.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin_BTr.unsqueeze(1)
+    return turned if r == x_BHTd.shape[-1] else torch.cat((turned, x_BHTd[..., r:]), dim=-1)
 
 
 def check_same_rope(head_rope: nn.Module, target_model: Any, config: HeadConfig) -> None:
@@ -68,8 +77,9 @@ def check_same_rope(head_rope: nn.Module, target_model: Any, config: HeadConfig)
     positions = torch.tensor([[p for p in (0, 63, 5000) if p < last] + [last]])
     probe = torch.zeros(1, 1, dtype=torch.float32)
     ours = head_rope(probe, positions)
+    by_type = {"layer_type": "full_attention"} if "layer_type" in signature(target_rope.forward).parameters else {}
     device = next(target_model.parameters()).device
-    theirs = target_rope(probe.to(device), positions.to(device))
+    theirs = target_rope(probe.to(device), positions.to(device), **by_type)
     for name, a, b in zip(("cos", "sin"), ours, theirs, strict=True):
         if a.shape != b.shape or not torch.allclose(a, b.float().cpu(), atol=1e-5):
             raise UserError(

@@ -1,43 +1,193 @@
 """What a training-time-test step may see: step-0 keys up to its slot, and its own later keys (one diagonal per step).
 
-    query (t, s) sees   keys (j, 0) for j <= t in the same document     and     keys (t, 1) .. (t, s)
+    query (t, s) sees   keys (j, 0) for first_t <= j <= t     and     keys (t, 1) .. (t, s)
 
-That is exactly what the draft cache shows a node of depth s when decoding. The step-0 mask never shifts with s.
-Memory is one score matrix of T x T per step plus s numbers per slot: nothing of T x (T*S) is kept.
+first_t is the first slot of t's document. That is exactly what the draft cache shows a node of depth s when decoding;
+the step-0 mask never shifts with s. One softmax runs over both parts: with L0 the log-sum-exp of the step-0 scores and
+d_i the score of diagonal i, L = log(exp L0 + sum_i exp d_i), and every weight is exp(score - L).
+
+`blocks` takes the queries block by block and keeps q, k, v, the output and L, so memory is linear in T and in S; its
+backward pass recomputes the scores of a block from L. `dense` is the sentence above written down, for tests.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+QUERY_BLOCK = 64
+
+Attention = Callable[[Tensor, list[Tensor], list[Tensor], Tensor], Tensor]
+
+
+def first_visible(document_BT: Tensor) -> Tensor:
+    """Return the first step-0 slot each slot sees, int64 [B, T]: its document's first; padding (-1) sees only itself.
+
+    Documents are contiguous.
+    """
+    slots_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = (document_BT[:, 1:] != document_BT[:, :-1]) | (document_BT[:, 1:] < 0)
+    return torch.where(begins_BT, slots_T, 0).cummax(dim=1).values
+
+
+def ttt_attention_dense(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:
+    """Return the attention output_BHTd of step len(keys) - 1; keys[0] are the step-0 keys_BGTd, the rest diagonals."""
+    H, T, d = q_BHTd.shape[1:]
+    groups = H // keys[0].shape[1]
+    keys, values = ([x.repeat_interleave(groups, dim=1) for x in xs] for xs in (keys, values))
+    slots = torch.arange(T, device=q_BHTd.device)
+    hidden_BTT = (slots[None, None, :] > slots[None, :, None]) | (slots[None, None, :] < first_BT[:, :, None])
+    accurate = torch.promote_types(q_BHTd.dtype, torch.float32)
+    scores = (q_BHTd @ keys[0].transpose(-1, -2)).to(accurate).masked_fill(hidden_BTT[:, None], float("-inf"))
+    own = [(q_BHTd * key).sum(-1, keepdim=True).to(accurate) for key in keys[1:]]
+    weights = (torch.cat((scores, *own), dim=-1) * d**-0.5).softmax(-1).to(q_BHTd.dtype)
+    out = weights[..., :T] @ values[0]
+    for i, value in enumerate(values[1:]):
+        out = out + weights[..., T + i, None] * value
+    return out
+
+
+def ttt_attention_blocks(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:
+    """Return what `ttt_attention_dense` returns, keeping no scores."""
+    out: Tensor = _BlockAttention.apply(q_BHTd, first_BT, len(keys), *keys, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Queries in blocks of QUERY_BLOCK against the step-0 keys their documents begin with, diagonals folded in."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTd: Tensor, first_BT: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
+        keys, values = keys_and_values[:steps], keys_and_values[steps:]
+        B, H, T, d = q_BHTd.shape
+        G = keys[0].shape[1]
+        q = q_BHTd.reshape(B, G, H // G, T, d)
+        accurate = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q)
+        total = torch.empty(q.shape[:-1], dtype=accurate, device=q.device)
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            own = _diagonal_scores(q, keys[1:], accurate)
+            for rows, columns, hidden in _blocks(first_BT, T):
+                q_block = q[:, :, :, rows]
+                scores = _products(q_block, keys[0][:, :, columns]).to(accurate).mul_(d**-0.5)
+                scores.masked_fill_(hidden, float("-inf"))
+                top = scores.amax(-1)
+                for score in own:
+                    top = torch.maximum(top, score[..., rows])
+                scores.sub_(top[..., None]).exp_()
+                mass = scores.sum(-1)
+                block = _values(scores.to(q.dtype), values[0][:, :, columns]).to(accurate)
+                for score, value in zip(own, values[1:], strict=True):
+                    weight = (score[..., rows] - top).exp_()
+                    mass = mass + weight
+                    block = block.addcmul_(weight[..., None], value[:, :, None, rows].to(accurate))
+                out[:, :, :, rows] = block.div_(mass[..., None]).to(q.dtype)
+                total[..., rows] = top + mass.log()
+        ctx.save_for_backward(q, first_BT, out, total, *keys, *values)
+        ctx.steps = steps
+        return out.view(B, H, T, d)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, first_BT, out, total, *rest = ctx.saved_tensors
+        keys, values = rest[: ctx.steps], rest[ctx.steps :]
+        B, G, R, T, d = q.shape
+        scale, accurate = d**-0.5, total.dtype
+        g = grads[0].reshape(q.shape)
+        delta = (g.to(accurate) * out.to(accurate)).sum(-1)
+        own = _diagonal_scores(q, keys[1:], accurate)
+        g_q = torch.empty(q.shape, dtype=accurate, device=q.device)
+        g_k, g_v = (torch.zeros(keys[0].shape, dtype=accurate, device=q.device) for _ in range(2))
+        for rows, columns, hidden in _blocks(first_BT, T):
+            q_block, g_block, k, v = (
+                q[:, :, :, rows],
+                g[:, :, :, rows],
+                keys[0][:, :, columns],
+                values[0][:, :, columns],
+            )
+            weights = _products(q_block, k).to(accurate).mul_(scale).sub_(total[..., rows, None]).exp_()
+            weights.masked_fill_(hidden, 0.0)
+            g_v[:, :, columns] += _transposed(weights.to(q.dtype), g_block)
+            g_scores = _products(g_block, v).to(accurate).sub_(delta[..., rows, None]).mul_(weights).mul_(scale)
+            g_scores = g_scores.to(q.dtype)
+            g_q[:, :, :, rows] = _values(g_scores, k).to(accurate)
+            g_k[:, :, columns] += _transposed(g_scores, q_block)
+        later_k, later_v = [], []
+        for score, key, value in zip(own, keys[1:], values[1:], strict=True):
+            weight = (score - total).exp_()
+            g_score = (_dots(g, value, accurate) - delta) * weight * scale
+            g_q.addcmul_(g_score[..., None], key[:, :, None].to(accurate))
+            later_k.append((g_score[..., None] * q).sum(2).to(key.dtype))
+            later_v.append((weight[..., None] * g).sum(2).to(value.dtype))
+        g_keys = [g_k.to(q.dtype), *later_k]
+        g_values = [g_v.to(q.dtype), *later_v]
+        return g_q.to(q.dtype).view(B, G * R, T, d), None, None, *g_keys, *g_values
+
+
+def _blocks(first_BT: Tensor, T: int) -> list[tuple[slice, slice, Tensor]]:
+    """Return (query slots, key slots, what is hidden as [B, 1, 1, queries, keys]) of every block of queries."""
+    blocks = []
+    slots = torch.arange(T, device=first_BT.device)
+    for number, low in enumerate(first_BT[:, ::QUERY_BLOCK].amin(0).tolist()):
+        rows = slice(number * QUERY_BLOCK, min(T, (number + 1) * QUERY_BLOCK))
+        columns = slice(low, rows.stop)
+        key, query = slots[columns][None, None, :], slots[rows][None, :, None]
+        hidden_BTT = (key > query) | (key < first_BT[:, rows, None])
+        blocks.append((rows, columns, hidden_BTT[:, None, None]))
+    return blocks
+
+
+def _products(x_BGRTd: Tensor, k_BGLd: Tensor) -> Tensor:
+    """Return x @ k^T as [B, G, R, T, L]; the R heads of a group share its keys."""
+    B, G, R, T, d = x_BGRTd.shape
+    return (x_BGRTd.reshape(B, G, R * T, d) @ k_BGLd.transpose(-1, -2)).view(B, G, R, T, -1)
+
+
+def _values(weights_BGRTL: Tensor, v_BGLd: Tensor) -> Tensor:
+    """Return weights @ v as [B, G, R, T, d]."""
+    B, G, R, T, L = weights_BGRTL.shape
+    return (weights_BGRTL.view(B, G, R * T, L) @ v_BGLd).view(B, G, R, T, -1)
+
+
+def _transposed(weights_BGRTL: Tensor, x_BGRTd: Tensor) -> Tensor:
+    """Return weights^T @ x summed over the heads of a group, [B, G, L, d]."""
+    B, G, R, T, L = weights_BGRTL.shape
+    return weights_BGRTL.view(B, G, R * T, L).transpose(-1, -2) @ x_BGRTd.reshape(B, G, R * T, -1)
+
+
+def _dots(x_BGRTd: Tensor, y_BGTd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the dot product of every head's vector with its group's, [B, G, R, T]."""
+    return (x_BGRTd.to(dtype) * y_BGTd[:, :, None].to(dtype)).sum(-1)
+
+
+def _diagonal_scores(q_BGRTd: Tensor, keys: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Return the score of every later key of each slot, each [B, G, R, T]."""
+    return [_dots(q_BGRTd, key, dtype) * q_BGRTd.shape[-1] ** -0.5 for key in keys]
+
+
+TTT_ATTENTIONS: dict[str, Attention] = {"blocks": ttt_attention_blocks, "dense": ttt_attention_dense}
 
 
 class TTTContext:
-    """The attention context of one training batch, alive for the S steps of one forward pass."""
+    """The attention context of one training batch: the keys of all steps so far, alive for one forward pass."""
 
-    def __init__(self, document_BT: Tensor) -> None:
-        """`document_BT`: document number of every slot; padding slots carry -1 and see themselves only."""
-        T = document_BT.shape[1]
-        causal = torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
-        same = (document_BT[:, :, None] == document_BT[:, None, :]) & (document_BT >= 0)[:, :, None]
-        own = torch.eye(T, dtype=torch.bool, device=document_BT.device)
-        self.mask_B1TT = ((same & causal) | own).unsqueeze(1)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    def __init__(
+        self,
+        document_BT: Tensor,
+        *,
+        attention: str = "blocks",
+        keys: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+    ) -> None:
+        """`document_BT`: document number of every slot, -1 for padding. `keys` and `values`: of the steps before."""
+        self.first_BT = first_visible(document_BT)
+        self.attention = TTT_ATTENTIONS[attention]
+        self.keys, self.values = list(keys), list(values)
 
     def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
         """Return the attention output of the next step; the first call is step 0."""
-        groups = q_BHTd.shape[1] // k_BGTd.shape[1]
-        k, v = k_BGTd.repeat_interleave(groups, dim=1), v_BGTd.repeat_interleave(groups, dim=1)
-        self.keys.append(k)
-        self.values.append(v)
-        if len(self.keys) == 1:
-            return F.scaled_dot_product_attention(q_BHTd, k, v, attn_mask=self.mask_B1TT)
-        q = q_BHTd * q_BHTd.shape[-1] ** -0.5
-        T = q.shape[2]
-        prefix = (q @ self.keys[0].transpose(-1, -2)).float().masked_fill(~self.mask_B1TT, float("-inf"))
-        own = torch.stack([(q * key).sum(-1).float() for key in self.keys[1:]], dim=-1)
-        weights = torch.cat((prefix, own), dim=-1).softmax(-1).to(v.dtype)
-        out = weights[..., :T] @ self.values[0]
-        for step, value in enumerate(self.values[1:]):
-            out = out + weights[..., T + step].unsqueeze(-1) * value
-        return out
+        self.keys.append(k_BGTd)
+        self.values.append(v_BGTd)
+        return self.attention(q_BHTd, self.keys, self.values, self.first_BT)

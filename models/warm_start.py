@@ -1,7 +1,7 @@
-"""Initialise a head from its target: the last block's weights, its head rows, fc = identity on the last aux state.
+"""Initialise a head from its target (the last block's weights and its head rows), or from a head trained before.
 
-The head then starts as "run the target's last block once more on the last tapped state": far better than noise. The
-embedding half of q/k/v starts at zero, so that at first the feature alone speaks.
+A head from its target starts as "run the target's last block once more on the last tapped state", far better than
+noise. The embedding half of what it reads starts at zero, so that at first the feature alone speaks.
 """
 
 from typing import Any
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.eagle1 import Eagle1Head
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 
 
-def set_vocabulary(head: Eagle3Head, vocabulary: DraftVocabulary) -> None:
+def set_vocabulary(head: DraftHead, vocabulary: DraftVocabulary) -> None:
     """Write a draft vocabulary into the head's map buffers."""
     assert len(vocabulary) == head.config.draft_vocab_size
     if not head.config.full_vocabulary:
@@ -23,8 +25,15 @@ def set_vocabulary(head: Eagle3Head, vocabulary: DraftVocabulary) -> None:
         head.t2d.copy_(vocabulary.t2d_V)
 
 
+def vocabulary_of(head: DraftHead) -> DraftVocabulary:
+    """Return the draft vocabulary that a head carries."""
+    if head.config.full_vocabulary:
+        return DraftVocabulary.full(head.config.vocab_size)
+    return DraftVocabulary(head.t2d.cpu().nonzero().squeeze(-1), head.config.vocab_size)
+
+
 @torch.no_grad()
-def init_random(head: Eagle3Head, *, std: float = 0.02) -> None:
+def init_random(head: DraftHead, *, std: float = 0.02) -> None:
     """Fill every matrix with a normal of the given deviation; norms stay at one."""
     for parameter in head.parameters():
         if parameter.ndim == 2:
@@ -39,27 +48,78 @@ def _norm_weight(norm: Any) -> Tensor:
 
 
 @torch.no_grad()
-def init_from_target(head: Eagle3Head, target: Target, vocabulary: DraftVocabulary) -> None:
+def init_from_target(head: DraftHead, target: Target, vocabulary: DraftVocabulary) -> None:
     """Copy what the target already knows; raises UserError when its last block is not Llama-like."""
     init_random(head)
-    last: Any = target.layers[-1]
-    D = head.config.hidden_size
     try:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(head.midlayer.self_attn, name).weight
-            weight[:, :D].zero_()
-            weight[:, D:].copy_(getattr(last.self_attn, name).weight)
-        head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(head.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
-        head.midlayer.hidden_norm.weight.copy_(_norm_weight(last.input_layernorm))
-        head.midlayer.post_attention_layernorm.weight.copy_(_norm_weight(last.post_attention_layernorm))
-        head.norm.weight.copy_(_norm_weight(target.decoder.norm))
+        if isinstance(head, Eagle3Head):
+            _eagle3_from_target(head, target, vocabulary)
+        elif isinstance(head, Eagle1Head):
+            _eagle1_from_target(head, target)
     except (AttributeError, RuntimeError) as error:
         raise UserError(
             f"cannot warm-start the head from the last block of a {target.config.model_type} target ({error}); "
             "set head.init to 'random'."
         ) from error
+
+
+def _eagle3_from_target(head: Eagle3Head, target: Target, vocabulary: DraftVocabulary) -> None:
+    last: Any = target.layers[-1]
+    D = head.config.hidden_size
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(head.midlayer.self_attn, name).weight
+        weight[:, :D].zero_()
+        weight[:, D:].copy_(getattr(last.self_attn, name).weight)
+    _copy_rest(head.midlayer, last)
+    head.midlayer.hidden_norm.weight.copy_(_norm_weight(last.input_layernorm))
+    head.norm.weight.copy_(_norm_weight(target.decoder.norm))
     head.fc.weight.zero_()
     head.fc.weight[:, -D:].copy_(torch.eye(D))
     head.lm_head.weight.copy_(target.head.rows(vocabulary.token_ids_U).weight_VD)
+
+
+def _eagle1_from_target(head: Eagle1Head, target: Target) -> None:
+    """Fold the last block's input norm into its projections, the target's last norm having scaled the feature."""
+    last: Any = target.layers[-1]
+    layer: Any = head.layers[0]
+    D = head.config.hidden_size
+    scale_D = _norm_weight(last.input_layernorm) / _norm_weight(target.decoder.norm)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer.self_attn, name).weight.copy_(getattr(last.self_attn, name).weight * scale_D)
+    _copy_rest(layer, last)
+    head.fc.weight[:, :D].zero_()
+    head.fc.weight[:, D:].copy_(torch.eye(D))
+
+
+def _copy_rest(layer: Any, last: Any) -> None:
+    """Copy the output projection, the MLP and the norm before it."""
+    layer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+    layer.post_attention_layernorm.weight.copy_(_norm_weight(last.post_attention_layernorm))
+
+
+@torch.no_grad()
+def init_from_head(head: DraftHead, trained: DraftHead, target: Target, vocabulary: DraftVocabulary) -> float:
+    """Copy a trained head's weights and return the share of the new draft vocabulary that it could draft.
+
+    Its vocabulary may be another: rows of tokens it could not draft come from the target's head. Raises UserError when
+    anything but the draft vocabulary differs between the two heads.
+    """
+    ours, theirs = head.config, trained.config
+    for name in ours.__dataclass_fields__:
+        mine, given = getattr(ours, name), getattr(theirs, name)
+        if mine != given and not name.endswith("token_id") and name != "draft_vocab_size":
+            raise UserError(
+                f"the head in head.init has {name} {given}, this recipe's head {mine}: set head.{name} alike, or name "
+                "another head."
+            )
+    own, weights = head.state_dict(), trained.state_dict()
+    skipped = {"d2t", "t2d", "lm_head.weight"}
+    head.load_state_dict({name: weights.get(name, own[name]) if name not in skipped else own[name] for name in own})
+    known_U = vocabulary_of(trained).draft_ids_V[vocabulary.token_ids_U]
+    if isinstance(head, Eagle3Head) and isinstance(trained, Eagle3Head):
+        rows_UD = head.lm_head.weight
+        rows_UD.copy_(target.head.rows(vocabulary.token_ids_U).weight_VD)
+        rows_UD[known_U >= 0] = trained.lm_head.weight[known_U[known_U >= 0]]
+    return float((known_U >= 0).float().mean())

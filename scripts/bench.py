@@ -9,6 +9,7 @@ BENCHES = {
     "kernels": "eyas.scripts.bench_kernels",
     "extract": "eyas.scripts.bench_extract",
     "generate": "eyas.scripts.bench_generate",
+    "train": "eyas.scripts.bench_train",
 }
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.eagle1 import Eagle1Head
 from eyas.models.eagle3 import Attend, Eagle3Head
 from eyas.models.head_config import HeadConfig, head_config_for
 from eyas.models.target import Target
@@ -53,6 +54,15 @@ def tiny_head(target: Target, *, draft_vocab_size: int = 61, seed: int = 1, **fl
     init_random(head, std=0.3)
     set_vocabulary(head, DraftVocabulary.from_counts(torch.rand(target.vocab_size), size=draft_vocab_size, forced={2}))
     head.use_embedding(target.embedding)
+    return head.eval()
+
+
+def tiny_eagle1(target: Target, *, seed: int = 1) -> Eagle1Head:
+    """Return a random EAGLE-1 head for a tiny target."""
+    torch.manual_seed(seed)
+    head = Eagle1Head(head_config_for(target.config, kind="eagle1"))
+    init_random(head, std=0.15)
+    head.lend(target)
     return head.eval()
 
 

@@ -22,7 +22,8 @@ from eyas.train.ranks import launched_ranks
 from eyas.train.recipe import Recipe
 from eyas.train.run_folder import RunFolder, fingerprint
 
-CODE_VERSION = {"synthesize": 2, "extract": 2, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
+DEFAULT_DRAFT_VOCAB_SIZE = 8192
+CODE_VERSION = {"synthesize": 2, "extract": 2, "train": 2, "evaluate": 1, "export": 1}  # raise when results change
 
 HOW_TO_REACH_IT = {"backend": {"url", "api_key_env", "concurrency", "retries", "timeout"}}  # changes no reply
 
@@ -61,8 +62,17 @@ class RunContext:
 
     @cached_property
     def aux_layers(self) -> tuple[int, ...]:
-        """The aux layers of the recipe, or the default ones of its target."""
+        """The aux layers of the recipe, or the default ones of its target; none for EAGLE-1."""
+        if self.recipe.head.kind == "eagle1":
+            return self.recipe.head.aux_layers
         return self.recipe.head.aux_layers or default_aux_layers(self.target_config.num_hidden_layers)
+
+    @property
+    def final_states(self) -> str:
+        """Where final states are kept: at every token for EAGLE-1, which reads them, and where prompts are supervised."""
+        recipe = self.recipe
+        everywhere = recipe.head.kind == "eagle1" or recipe.train.supervise == "all"
+        return "everywhere" if everywhere else recipe.extract.final_states
 
     @cached_property
     def target_config(self) -> PreTrainedConfig:
@@ -78,10 +88,14 @@ class RunContext:
     def head_config(self) -> HeadConfig:
         """The configuration of the recipe's head on its target; raises UserError where the two do not fit."""
         section = self.recipe.head
+        size = section.draft_vocab_size
+        if size is None and section.kind == "eagle3":
+            size = min(DEFAULT_DRAFT_VOCAB_SIZE, self.target_config.vocab_size)
         return head_config_for(
             self.target_config,
+            kind=section.kind,
             aux_layers=self.aux_layers,
-            draft_vocab_size=section.draft_vocab_size,
+            draft_vocab_size=None if size == "full" else size,
             intermediate_size=section.intermediate_size,
             norm_before_residual=section.norm_before_residual,
             norm_before_fc=section.norm_before_fc,
@@ -113,7 +127,9 @@ class RunContext:
             # Not those of evaluate.prompts: a changed evaluation set costs no corpus, its stage checks it anew.
             [prompt_file_hash(source) for source in recipe.synthesize.dedup.overlap_with or ()],
         )  # fmt: skip
-        keys["extract"] = self._key("extract", recipe.extract.model_dump(), list(self.aux_layers), keys["synthesize"])
+        keys["extract"] = self._key(
+            "extract", recipe.extract.model_dump(), self.final_states, list(self.aux_layers), keys["synthesize"]
+        )
         keys["train"] = self._key("train", recipe.head.model_dump(), recipe.train.model_dump(), keys["extract"])
         keys["evaluate"] = self._key(
             "evaluate", recipe.evaluate.model_dump(), keys["train"],

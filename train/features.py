@@ -45,7 +45,7 @@ def feature_spec(context: RunContext, examples: list[Example]) -> FeatureSpec:
         compute_dtype=recipe.extract.dtype,
         state_dtype=recipe.extract.state_dtype,
         data=data_fingerprint(examples),
-        final_at=recipe.extract.final_states,
+        final_at=context.final_states,
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from eyas.data.feature_batch import FeatureBatch
 from eyas.data.feature_row import FeatureRow, RowSource
 from eyas.models.checkpoint import save_head
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.train.batches import Batches, steps_for, untrained, window_numbers
 from eyas.train.diagnosis import describe_window
@@ -234,7 +234,7 @@ class _Run:
     def _accumulate(self, window: list[FeatureBatch], counts_S: Tensor) -> Tensor:
         """Back-propagate a window and return its loss over all ranks.
 
-        Ranks average their gradients, and accelerate (or DeepSpeed) those of a window: each share is scaled up by both.
+        Ranks average their gradients, accelerate (or DeepSpeed) those of a window: each share is scaled up by both.
         """
         accelerator, device = self.accelerator, self.accelerator.device.type
         scale = self.ranks * len(window)
@@ -261,7 +261,7 @@ class _Run:
                 self.whole_head.load_state_dict(whole_weights(self.accelerator, self.head))
             return self._validate(self.whole_head)
 
-    def _validate(self, head: Eagle3Head) -> HeldOutAcceptance:
+    def _validate(self, head: DraftHead) -> HeldOutAcceptance:
         position = self.position
         result = held_out_acceptance(head, self.validation_rows, depth=self.plan.validation_depth, dtype=self.dtype)
         position.history.append({"step": position.step, "tau": result.replay.tau, "slot_tau": result.slot_average.tau})

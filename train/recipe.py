@@ -11,7 +11,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16"]
+LossName = Literal["kl", "ce", "tv", "lk"]
 
 
 class Section(BaseModel):
@@ -215,12 +217,17 @@ class ExtractSection(Section):
 
 
 class HeadSection(Section):
-    """The draft head. Empty aux_layers means the default (2, L//2, L-3)."""
+    """The draft head. Empty aux_layers means the default (2, L//2, L-3).
 
+    `draft_vocab_size` left out is 8192 for EAGLE-3 and the target's whole vocabulary for EAGLE-1, which has no other.
+    `init` is "target" (the target's own last block), "random", or the folder of a trained head to go on from.
+    """
+
+    kind: Literal["eagle1", "eagle3"] = "eagle3"
     aux_layers: tuple[int, ...] = ()
-    draft_vocab_size: Positive = 8192
+    draft_vocab_size: Positive | Literal["full"] | None = None
     intermediate_size: Positive | None = None
-    init: Literal["target", "random"] = "target"
+    init: Annotated[str, Field(min_length=1)] = "target"
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -234,14 +241,29 @@ class TrainSection(Section):
     the steps only. `ema` > 0 is the decay of averaged weights, which are then validated and kept. The best checkpoint
     is chosen by the replayed tau of a chain of `validation_depth`; `patience` > 0 stops after so many validations
     without a better one.
+
+    `loss` is a name or a weighted mix of names; left out it is kl for EAGLE-3, and 0.1 kl beside the regression of
+    `feature_weight` for EAGLE-1. TTT step s weighs step_decay ** s, or step_weights[s] where given. `pace`,
+    `align_top_k` and `start_floor` weigh slots by what the head drafts there (train/slot_weights.py).
     """
 
     steps: Positive = 1000
     epochs: NonNegative = 0
-    loss: Literal["kl", "ce", "lk"] = "kl"
-    ttt_steps: Positive = 3
+    loss: LossName | dict[LossName, Annotated[float, Field(gt=0)]] | None = None
+    ttt_steps: Positive = 7
     step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    step_weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
     keep_oov: bool = False
+    supervise: Literal["generated", "all"] = "generated"
+    normalisation: Literal["token", "sequence"] = "token"
+    pace: Fraction | None = None
+    align_top_k: Positive | None = None
+    start_floor: Fraction | None = None
+    feature_weight: Annotated[float, Field(ge=0)] | None = None
+    feature_noise: Annotated[float, Field(ge=0)] = 0.0
+    attention: Literal["blocks", "dense"] = "blocks"
+    recompute: bool = False
+    compile: bool = False
     batching: Literal["packed", "padded"] = "packed"
     line_length: Positive = 512
     lines_per_batch: Positive = 1
@@ -334,8 +356,28 @@ class Recipe(Section):
                 f"train.line_length {self.train.line_length} is shorter than the longest row, "
                 f"synthesize.max_prompt_tokens + max_reply_tokens = {longest}"
             )
+        self._check_objective()
         if not self.synthesize.prompts and not self.synthesize.self_prompts:
             raise ValueError("there is nothing to train on: give synthesize.prompts or raise synthesize.self_prompts")
         if not self.evaluate.prompts and not (self.evaluate.self_heldout and self.synthesize.self_heldout):
             raise ValueError("there is nothing to evaluate on: give evaluate.prompts or raise synthesize.self_heldout")
         return self
+
+    def _check_objective(self) -> None:
+        train = self.train
+        if train.step_weights and len(train.step_weights) != train.ttt_steps:
+            raise ValueError(
+                f"train.step_weights has {len(train.step_weights)} entries for train.ttt_steps = {train.ttt_steps}; "
+                "give one per step"
+            )
+        if train.loss == {}:
+            raise ValueError("train.loss names no loss; give a name, or weights by name such as {kl: 0.5, lk: 0.5}")
+        if train.supervise == "all" and not train.keep_oov:
+            raise ValueError(
+                "train.supervise all also trains prompt tokens, whose most likely target token is not stored, so what "
+                "the draft vocabulary lacks cannot be left out there; set train.keep_oov to true"
+            )
+        if self.head.kind == "eagle3" and train.feature_weight:
+            raise ValueError(
+                "train.feature_weight regresses the target's final state, which only head.kind eagle1 continues"
+            )

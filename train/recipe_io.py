@@ -78,7 +78,8 @@ def _apply(fields: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError) -> str:
     """Return the first fault of a validation error as a sentence."""
     fault = error.errors()[0]
-    place = ".".join(str(part) for part in fault["loc"])
+    # Where several types are allowed, pydantic adds the type it tried, such as "literal['kl']", to the place.
+    place = ".".join(str(part) for part in fault["loc"] if isinstance(part, int) or part.isidentifier())
     more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if fault["type"] == "extra_forbidden":
         allowed = _keys_at(fault["loc"][:-1])

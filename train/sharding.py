@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -37,9 +37,9 @@ def shards_weights(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
-def unsharded_copy(head: Eagle3Head) -> Eagle3Head:
-    """Return a copy of a head that shares the target's embedding; made before the head is sharded, filled later."""
-    shared = {id(module): module for module in head._embedding}
+def unsharded_copy(head: DraftHead) -> DraftHead:
+    """Return a copy of a head that shares what the target lent; made before the head is sharded, filled later."""
+    shared = {id(part): part for part in head.lent()}
     return copy.deepcopy(head, shared)
 
 

@@ -9,7 +9,7 @@ from eyas.data.feature_batch import FeatureBatch, collate
 from eyas.data.feature_row import FeatureRow, RowSource, as_source
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.replay import average_over_slots, replay_chain
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.ttt_attention import TTTContext
 
 
@@ -23,7 +23,7 @@ class HeldOutAcceptance:
 
 @torch.no_grad()
 def held_out_acceptance(
-    head: Eagle3Head,
+    head: DraftHead,
     rows: RowSource | list[FeatureRow],
     *,
     depth: int,
@@ -33,7 +33,7 @@ def held_out_acceptance(
     """Return the acceptance of a chain of `depth` over greedily written rows."""
     was_training = head.training
     head.eval()
-    device = head.fc.weight.device
+    device = head.device
     replay, average = AcceptanceStats(depth), AcceptanceStats(depth)
     source = as_source(rows)
     ordered = sorted(range(len(source)), key=lambda index: source.lengths[index])
@@ -55,7 +55,7 @@ def held_out_acceptance(
     return HeldOutAcceptance(replay, average)
 
 
-def draft_hits(head: Eagle3Head, batch: FeatureBatch, *, depth: int) -> Tensor:
+def draft_hits(head: DraftHead, batch: FeatureBatch, *, depth: int) -> Tensor:
     """Return bool [B, T, depth]: whether the draft of slot t at step s is the text's own token t+2+s.
 
     Slots that are not supervised at a step are False; a token outside the draft vocabulary is never hit.
@@ -63,7 +63,7 @@ def draft_hits(head: Eagle3Head, batch: FeatureBatch, *, depth: int) -> Tensor:
     B, T = batch.input_ids_BT.shape
     hits = torch.zeros(B * T, depth, dtype=torch.bool, device=batch.input_ids_BT.device)
     context = TTTContext(batch.document_BT)
-    feature = head.fuse(batch.aux_hidden_BTF)
+    feature = head.fuse(head.states(batch.aux_hidden_BTF, batch.final_hidden_BTD))
     tokens = batch.input_ids_BT.flatten()
     for step in range(depth):
         slots_N = batch.supervised(step).flatten().nonzero().squeeze(-1)

@@ -232,3 +232,12 @@ def test_the_mlp_uses_the_targets_activation(activation: str) -> None:
     mlp, x = head.midlayer.mlp, torch.randn(5, D)
     expected = (functions[activation](x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
     torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize("aux_layers", [(3,), (0, 5), (1, 2, 3, 4)], ids=str)
+def test_any_number_of_aux_layers_is_fused(aux_layers: tuple[int, ...]) -> None:
+    target = tiny_target(aux_layers=aux_layers)
+    head = tiny_head(target)
+    aux = target.forward(torch.arange(T)[None]).aux_hidden_BTF
+    assert aux.shape[-1] == len(aux_layers) * D == head.fc.in_features
+    assert head.fuse(aux.clone()).shape == (1, T, D)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from eyas.models.errors import UserError
-from eyas.models.head_config import HeadConfig, head_config_for
+from eyas.models.head_config import HeadConfig, head_config_for, head_remarks
 from eyas.tests.models.families import SERVED, family_config
 from eyas.tests.toys import tiny_config
 
@@ -52,12 +52,37 @@ def test_the_text_part_of_a_nested_config_is_read() -> None:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixture_of_experts_must_state_the_width_of_the_head(name: str) -> None:
+def test_a_mixture_of_experts_gives_the_head_what_one_token_passes_and_says_so(name: str) -> None:
     target = AutoConfig.for_model(name)
-    with pytest.raises(UserError, match=rf"target {name} is a mixture of experts: .* set head\.intermediate_size"):
-        config_for(target)
-    if getattr(target, "rms_norm_eps", None):
-        assert config_for(target, intermediate_size=777).intermediate_size == 777
+    head = config_for(target)
+    assert head.intermediate_size >= 2 * target.hidden_size
+    assert any("mixture of experts" in remark for remark in head_remarks(head, target))
+    assert config_for(target, intermediate_size=777).intermediate_size == 777
+
+
+def test_the_width_of_one_expert_is_not_the_heads() -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_experts": 8, "vocab_size": 97, "pad_token_id": None}
+    narrow = AutoConfig.for_model("qwen3_moe", moe_intermediate_size=16, num_experts_per_tok=2, **shape)
+    assert config_for(narrow).intermediate_size == 128  # two experts of 16 are narrower than the hidden size
+    wide = AutoConfig.for_model("qwen3_moe", moe_intermediate_size=48, num_experts_per_tok=4, **shape)
+    assert config_for(wide).intermediate_size == 192
+    remarks = head_remarks(config_for(narrow, intermediate_size=32), narrow)
+    assert any("(32) is narrower than its hidden size (64)" in remark for remark in remarks)
+
+
+def test_a_plain_head_needs_no_remark_and_an_odd_one_names_the_engines() -> None:
+    assert head_remarks(config_for(tiny_config()), tiny_config()) == []
+    odd = config_for(tiny_config(), aux_layers=(1, 4), norm_before_residual=True)
+    remarks = " ".join(head_remarks(odd, tiny_config()))
+    assert "2 aux layers: the original EAGLE code and llama.cpp read exactly 3" in remarks
+    assert "SGLang does not implement it" in remarks
+
+
+def test_rope_of_full_attention_is_taken_where_layer_types_have_their_own() -> None:
+    target = AutoConfig.for_model("gemma3_text", rope_local_base_freq=123.0)
+    head = config_for(target)
+    assert head.rope_parameters == target.rope_parameters["full_attention"]
+    assert head.hidden_act == "gelu_pytorch_tanh"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +96,7 @@ def test_mixture_of_experts_must_state_the_width_of_the_head(name: str) -> None:
     ],
 )
 def test_a_family_whose_block_the_head_cannot_copy_is_refused(name: str, missing: str) -> None:
-    with pytest.raises(UserError, match=rf"the config of this {name} target has no {missing}, which an EAGLE-3 head"):
+    with pytest.raises(UserError, match=rf"the config of this {name} target has no {missing}, which a draft head"):
         config_for(AutoConfig.for_model(name), intermediate_size=64)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaModel
+from transformers import AutoConfig, AutoModel, LlamaModel
 
 from eyas.models.checkpoint import head_config_from_json
 from eyas.models.errors import UserError
@@ -113,8 +113,33 @@ def test_an_unknown_type_is_refused_with_the_nearest_one() -> None:
         build_rope(head)
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm"])
-def test_a_partly_rotated_head_dim_is_refused(family: str) -> None:
-    config = AutoConfig.for_model(family, partial_rotary_factor=0.5, pad_token_id=0)
-    with pytest.raises(UserError, match=r"rotates only 50% of each head \(partial_rotary_factor\)"):
-        build_rope(config_for(config))
+@pytest.mark.parametrize("factor", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_a_partly_rotated_head_dim_turns_as_the_target_does(kind: str, factor: float) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 3e4, **KINDS[kind], "partial_rotary_factor": factor}
+    config = AutoConfig.for_model(
+        "glm", hidden_size=40, num_attention_heads=4, head_dim=16, num_hidden_layers=1, rope_parameters=parameters,
+        max_position_embeddings=LENGTH, pad_token_id=None,
+    )  # fmt: skip
+    head = config_for(config)
+    target = AutoModel.from_config(config)
+    cos, sin = angles(build_rope(head), [0, 63, 5000])
+    assert cos.shape[-1] == int(16 * factor)
+    torch.testing.assert_close((cos, sin), angles(target.rotary_emb, [0, 63, 5000]))
+    check_same_rope(build_rope(head), target, head)
+    x = torch.randn(1, 4, 3, 16)
+    turned = rotate(x, cos, sin)
+    assert torch.equal(turned[..., cos.shape[-1] :], x[..., cos.shape[-1] :])
+    torch.testing.assert_close(turned[..., : cos.shape[-1]], rotate(x[..., : cos.shape[-1]], cos, sin))
+
+
+def test_the_rope_of_full_attention_is_compared_where_layer_types_have_their_own() -> None:
+    config = AutoConfig.for_model(
+        "gemma3_text", hidden_size=40, num_attention_heads=4, head_dim=16, num_hidden_layers=6, vocab_size=97,
+        intermediate_size=56, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=None,
+    )  # fmt: skip
+    target, head = AutoModel.from_config(config), config_for(config)
+    check_same_rope(build_rope(head), target, head)
+    local = replace(head, rope_parameters=config.rope_parameters["sliding_attention"])
+    with pytest.raises(UserError, match="differs from the target's"):
+        check_same_rope(build_rope(local), target, local)

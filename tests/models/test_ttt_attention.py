@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.models.ttt_attention import TTTContext
+from eyas.models import ttt_attention
+from eyas.models.ttt_attention import TTT_ATTENTIONS, TTTContext, first_visible
 
 B, HEADS, KV, T, DIM, S = 2, 4, 2, 9, 8, 4
 ONE = [[0] * 9, [0] * 9]
@@ -39,38 +40,48 @@ def dense(steps: list[list[Tensor]], documents: list[list[int]]) -> Tensor:
     return weights @ v
 
 
-def unrolled(steps: list[list[Tensor]], documents: list[list[int]]) -> Tensor:
-    context = TTTContext(torch.tensor(documents))
+def unrolled(steps: list[list[Tensor]], documents: list[list[int]], attention: str) -> Tensor:
+    context = TTTContext(torch.tensor(documents), attention=attention)
     return torch.cat([context.attend(*step) for step in steps], dim=2)
 
 
+@pytest.fixture(params=[1, 4, 256], ids="blocks of {}".format)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("attention", TTT_ATTENTIONS)
 @pytest.mark.parametrize("documents", [ONE, PACKED], ids=["one document", "packed"])
-def test_unrolled_steps_equal_dense_attention_and_its_gradients(documents: list[list[int]]) -> None:
+@pytest.mark.usefixtures("block")
+def test_unrolled_steps_equal_dense_attention_and_its_gradients(documents: list[list[int]], attention: str) -> None:
     steps = inputs()
     leaves = [leaf for step in steps for leaf in step]
     weight = torch.randn(B, HEADS, S * T, DIM, dtype=torch.float64)
-    ours, truth = unrolled(steps, documents), dense(steps, documents)
-    # Scores pass through fp32 on their way to the softmax, so fp64 inputs agree to single precision.
-    torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
+    ours, truth = unrolled(steps, documents, attention), dense(steps, documents)
+    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
     ours_grads = torch.autograd.grad((ours * weight).sum(), leaves)
     true_grads = torch.autograd.grad((truth * weight).sum(), leaves)
-    torch.testing.assert_close(ours_grads, true_grads, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours_grads, true_grads, rtol=1e-9, atol=1e-11)
     assert all(bool(grad.abs().max() > 0) for grad in true_grads[2::3])
 
 
-def test_a_packed_document_equals_the_document_alone() -> None:
+@pytest.mark.parametrize("attention", TTT_ATTENTIONS)
+@pytest.mark.usefixtures("block")
+def test_a_packed_document_equals_the_document_alone(attention: str) -> None:
     steps = inputs()
-    packed = unrolled(steps, PACKED).view(B, HEADS, S, T, DIM)
+    packed = unrolled(steps, PACKED, attention).view(B, HEADS, S, T, DIM)
     for b, (start, stop) in ((0, (0, 4)), (0, (4, 6)), (0, (6, 9)), (1, (0, 5)), (1, (5, 7))):
-        alone = TTTContext(torch.zeros(1, stop - start, dtype=torch.int64))
+        alone = TTTContext(torch.zeros(1, stop - start, dtype=torch.int64), attention=attention)
         for s, step in enumerate(steps):
             out = alone.attend(*(x[b : b + 1, :, start:stop] for x in step))
-            torch.testing.assert_close(packed[b, :, s, start:stop], out[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(packed[b, :, s, start:stop], out[0], rtol=1e-10, atol=1e-12)
 
 
-def test_other_documents_and_other_slots_do_not_reach_a_query() -> None:
+@pytest.mark.parametrize("attention", TTT_ATTENTIONS)
+def test_other_documents_and_other_slots_do_not_reach_a_query(attention: str) -> None:
     steps = inputs()
-    target = unrolled(steps, PACKED).view(B, HEADS, S, T, DIM)[0, :, 3, 5].sum()
+    target = unrolled(steps, PACKED, attention).view(B, HEADS, S, T, DIM)[0, :, 3, 5].sum()
     for s, step in enumerate(steps):
         for x in step[1:]:
             (grad,) = torch.autograd.grad(target, x, retain_graph=True)
@@ -78,9 +89,47 @@ def test_other_documents_and_other_slots_do_not_reach_a_query() -> None:
             assert reached == ({(0, 4), (0, 5)} if s == 0 else {(0, 5)})
 
 
-def test_padding_slots_are_finite_and_see_themselves() -> None:
+@pytest.mark.parametrize("attention", TTT_ATTENTIONS)
+def test_padding_slots_are_finite_and_see_themselves(attention: str) -> None:
     steps = inputs()
-    out = unrolled(steps, PACKED).view(B, HEADS, S, T, DIM)
+    out = unrolled(steps, PACKED, attention).view(B, HEADS, S, T, DIM)
     assert bool(out.isfinite().all())
     expected = steps[0][2][1, :, 7].repeat_interleave(HEADS // KV, 0)
     torch.testing.assert_close(out[1, :, 0, 7], expected)
+
+
+def test_the_first_visible_slot_is_the_documents_first() -> None:
+    assert first_visible(torch.tensor(PACKED)).tolist() == [[0, 0, 0, 0, 4, 4, 6, 6, 6], [0, 0, 0, 0, 0, 5, 5, 7, 8]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_half_precision_is_as_near_to_the_truth_as_dense_attention(dtype: torch.dtype) -> None:
+    steps = inputs()
+    truth = dense(steps, PACKED).detach()
+    cast = [[x.detach().to(dtype) for x in step] for step in steps]
+    errors = {name: float((unrolled(cast, PACKED, name).double() - truth).abs().mean()) for name in TTT_ATTENTIONS}
+    assert errors["blocks"] <= 1.1 * errors["dense"] + 1e-7
+
+
+def test_scores_larger_than_exp_can_hold_are_no_trouble() -> None:
+    steps = [[x.detach() * 40 for x in step] for step in inputs()]
+    out = unrolled(steps, PACKED, "blocks")
+    assert bool(out.isfinite().all())
+    torch.testing.assert_close(out, dense(steps, PACKED), rtol=1e-9, atol=1e-9)
+
+
+def test_blocks_keep_nothing_the_size_of_the_scores() -> None:
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    length, steps = 64, 4
+    context = TTTContext(torch.zeros(1, length, dtype=torch.int64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for _ in range(steps):
+            q, k, v = (torch.randn(1, heads, length, 2, requires_grad=True) for heads in (HEADS, KV, KV))
+            context.attend(q, k, v)
+    assert kept
+    assert max(kept) == HEADS * length * 2  # q and the output; scores would be HEADS * length * length

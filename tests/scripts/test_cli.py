@@ -96,7 +96,7 @@ def refused(outcome: Outcome) -> str:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("train.stepz=5", ["unknown key 'train.stepz'", "allowed here: steps, loss", "Did you mean 'steps'?"]),
+        ("train.stepz=5", ["unknown key 'train.stepz'", "allowed here: steps, epochs", "Did you mean 'steps'?"]),
         ("trian.steps=5", ["unknown key 'trian'", "allowed here: name, target", "Did you mean 'train'?"]),
         ("train.steps=-5", ["train.steps", "greater than 0", "given -5"]),
         ("head.aux_layers=[2,4,9]", ["aux layer 9 is out of range", "8 layers", "from 0 (embeddings) to 8"]),

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.data.corpus import CorpusRow
 from eyas.data.feature_row import FeatureRow
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.models.draft_vocabulary import DraftVocabulary
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.draft_head import DraftHead
 from eyas.models.target import Target
+from eyas.models.warm_start import vocabulary_of
 from eyas.train.loop import LoopPlan
+from eyas.train.losses import LossMix
 from eyas.train.objective import ObjectivePlan, TrainingTimeTest
 
 
@@ -46,24 +48,23 @@ def greedy_row(target: Target, name: str, prompt_ids: list[int], *, new_tokens: 
     return feature_row(target, name, ids, [(len(prompt_ids), len(ids) - 1)])
 
 
-def head_vocabulary(head: Eagle3Head) -> DraftVocabulary:
-    """Return the draft vocabulary that a head carries."""
-    if head.config.full_vocabulary:
-        return DraftVocabulary.full(head.config.vocab_size)
-    return DraftVocabulary.from_d2t(head.d2t, head.config.vocab_size)
+def corpus_row(
+    name: str, split: str, prompt_ids: list[int], reply_ids: list[int], *, category: str = "words"
+) -> CorpusRow:
+    """Return a corpus row of given tokens."""
+    return CorpusRow(name, "here", category, split, 0.0, tuple(prompt_ids), tuple(reply_ids), "stop", "", "")
 
 
 def objective(
-    target: Target, head: Eagle3Head, *, loss: str = "kl", weights: tuple[float, ...] = (1.0, 0.5, 0.25),
-    keep_oov: bool = False,
-) -> TrainingTimeTest:  # fmt: skip
-    """Return the training-time test of a head against its target."""
-    vocabulary = head_vocabulary(head)
-    plan = ObjectivePlan(loss, weights, keep_oov)
+    target: Target, head: DraftHead, *, loss: str = "kl", weights: tuple[float, ...] = (1.0, 0.5, 0.25), **settings: Any
+) -> TrainingTimeTest:
+    """Return the training-time test of a head against its target; settings are ObjectivePlan's."""
+    vocabulary = vocabulary_of(head)
+    plan = ObjectivePlan(LossMix(((loss, 1.0),)), weights, **settings)
     return TrainingTimeTest(head, target.head.rows(vocabulary.token_ids_U), vocabulary.draft_ids_V, plan)
 
 
-def gradients(head: Eagle3Head) -> dict[str, Tensor]:
+def gradients(head: DraftHead) -> dict[str, Tensor]:
     """Return copies of a head's gradients by name and clear them."""
     found = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad(set_to_none=True)

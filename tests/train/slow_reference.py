@@ -7,8 +7,9 @@ from torch import Tensor
 from eyas.data.feature_row import FeatureRow
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
-from eyas.tests.train.rows import head_vocabulary
-from eyas.train.objective import OBJECTIVES
+from eyas.models.warm_start import vocabulary_of
+from eyas.train.draft_loss import draft_loss_reference
+from eyas.train.losses import LossMix
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,7 +95,7 @@ def slow_loss(
     head: Eagle3Head, target: Target, rows: list[FeatureRow], *, loss: str, weights: tuple[float, ...], keep_oov: bool
 ) -> Tensor:
     """Return sum over steps of weight * mean over the trained slots of all rows."""
-    ids_U = head_vocabulary(head).token_ids_U
+    ids_U = vocabulary_of(head).token_ids_U
     drafted = None if keep_oov else set(ids_U.tolist())
     losses: list[list[Tensor]] = [[] for _ in weights]
     for row in rows:
@@ -102,5 +103,5 @@ def slow_loss(
         for s in range(len(weights)):
             for t in trained_slots(row, s, drafted=drafted):
                 p_U = target.head.logits(row.final_hidden_TD[t + 1 + s])[ids_U].softmax(-1)
-                losses[s].append(OBJECTIVES[loss](by_step[s][t].log_softmax(-1)[None], p_U[None])[0])
+                losses[s].append(draft_loss_reference(by_step[s][t][None], p_U[None], LossMix(((loss, 1.0),)))[0])
     return torch.stack([w * torch.stack(of).mean() for w, of in zip(weights, losses, strict=True) if of]).sum()

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from eyas.models.errors import UserError
-from eyas.train.objective import OBJECTIVES
+from eyas.train.losses import OBJECTIVES
 from eyas.train.recipe import Recipe, TrainSection
 from eyas.train.recipe_io import bundled_recipes, dump_recipe, load_recipe, parse_recipe
 
@@ -69,7 +69,7 @@ def test_the_keys_allowed_at_a_place_are_listed() -> None:
     [
         ({"train": {"steps": 0}}, r"train\.steps: Input should be greater than 0 \(given 0\)"),
         ({"train": {"steps": "many"}}, r"train\.steps: .*valid integer.* \(given 'many'\)"),
-        ({"train": {"loss": "kll"}}, r"train\.loss: Input should be 'kl', 'ce' or 'lk' \(given 'kll'\)"),
+        ({"train": {"loss": "kll"}}, r"train\.loss: Input should be 'kl', 'ce', 'tv' or 'lk' \(given 'kll'\)"),
         ({"train": {"learning_rate": float("inf")}}, r"train\.learning_rate: .*finite number \(given inf\)"),
         ({"train": {"learning_rate": -0.1}}, r"train\.learning_rate: .*greater than 0 \(given -0\.1\)"),
         ({"train": {"betas": [0.9, 1.0]}}, r"train\.betas\.1: Input should be less than 1 \(given 1\.0\)"),
@@ -245,3 +245,28 @@ def test_a_dumped_recipe_is_complete_and_loads_as_the_same(source: str, small: s
     written = yaml.safe_load(path.read_text())
     assert written["train"].keys() == TrainSection.model_fields.keys()
     assert written.keys() == Recipe.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"train": {"ttt_steps": 3, "step_weights": [1.0, 0.5]}}, r"has 2 entries for train\.ttt_steps = 3"),
+        ({"train": {"loss": {}}}, r"train\.loss names no loss"),
+        ({"train": {"loss": {"kl": 0}}}, r"train\.loss"),
+        ({"train": {"loss": {"kll": 1.0}}}, r"train\.loss"),
+        ({"train": {"supervise": "all"}}, r"set train\.keep_oov to true"),
+        ({"train": {"feature_weight": 1.0}}, r"only head\.kind eagle1 continues"),
+        ({"train": {"pace": 1.5}}, r"train\.pace"),
+        ({"head": {"init": ""}}, r"head\.init"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_refused(sections: dict[str, dict[str, Any]], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        recipe(**sections)
+
+
+def test_losses_are_a_name_or_a_mix() -> None:
+    assert recipe(train={"loss": "tv"}).train.loss == "tv"
+    assert recipe(train={"loss": {"kl": 0.5, "lk": 0.5}}).train.loss == {"kl": 0.5, "lk": 0.5}
+    assert recipe().train.loss is None
+    assert recipe(head={"kind": "eagle1"}, train={"feature_weight": 0.5}).train.feature_weight == 0.5

@@ -6,16 +6,23 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.models.checkpoint import save_head
+from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 from eyas.tests.toys import save_tiny_model, tiny_head, tiny_target
-from eyas.tests.train.rows import feature_row, objective, random_row
+from eyas.tests.train.rows import corpus_row, objective, random_row
 from eyas.tests.train.tiny_run import tiny_recipe
 from eyas.train.context import RunContext
+from eyas.train.losses import LossMix
+from eyas.train.new_head import build_head, objective_plan, usable_rows
+from eyas.train.objective import ObjectivePlan
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import parse_recipe
 from eyas.train.run_folder import RunFolder
-from eyas.train.stage_train import build_head, choose_vocabulary, loop_plan, token_counts, usable_rows
+from eyas.train.slot_weights import SlotWeighting
+from eyas.train.stage_train import loop_plan
+from eyas.train.vocabulary import choose_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -48,34 +55,14 @@ def test_rows_without_a_slot_are_left_out_and_counted(
         usable_rows(run, module, [single])
 
 
-def test_only_generated_tokens_are_counted(target: Target) -> None:
-    row = feature_row(target, "row", [9, 9, 9, 5, 6, 6, 2, 9], [(3, 5), (6, 6)])
-    counts_V = token_counts([row, row], target.vocab_size)
-    assert {token: int(counts_V[token]) for token in counts_V.nonzero().squeeze(-1).tolist()} == {5: 2, 6: 4, 2: 2}
-    assert len(counts_V) == target.vocab_size
-
-
-def test_the_draft_vocabulary_holds_what_training_rows_say_and_the_end_of_turn(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = context(model, tmp_path, head={"draft_vocab_size": 4})
-    target = run.load_target("float32", tapped=True)
-    training = [feature_row(target, "a", [60, 61, 62, 62, 63, 63, 63, 64], [(1, 7)])]
-    validation = [feature_row(target, "b", [60, 63, 64, 64, 61], [(1, 4)])]
-    vocabulary, coverage = choose_vocabulary(run, target, training, validation)
-    assert vocabulary.token_ids_U.tolist() == [61, 62, 63, 257]  # 64 was as frequent as 61; 257 ends a turn
-    assert coverage == {"train": pytest.approx(6 / 7), "validation": pytest.approx(2 / 4)}
-    assert "4 of 258 tokens, covering 85.71% of generated train tokens, 50.00%" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("init", ["target", "random"])
 def test_the_head_begins_as_the_recipe_says(model: Path, tmp_path: Path, init: str) -> None:
     run = context(
         model, tmp_path, head={"init": init, "draft_vocab_size": 100, "aux_layers": [1, 4, 8], "fc_norm": True}
     )
     target = run.load_target("float32", tapped=True)
-    rows = [feature_row(target, "a", list(range(8)), [(1, 7)])]
-    vocabulary, _ = choose_vocabulary(run, target, rows, rows)
+    rows = [corpus_row("a", "train", [0], list(range(1, 8)))]
+    vocabulary, _ = choose_vocabulary(run, rows, target.vocab_size)
     head = build_head(run, target, vocabulary)
     assert (head.config.aux_layers, head.config.fc_norm, head.config.draft_vocab_size) == ((1, 4, 8), True, 100)
     assert torch.equal(head.to_target_ids(torch.arange(100)), vocabulary.token_ids_U)
@@ -95,3 +82,96 @@ def test_every_setting_of_the_loop_comes_from_the_train_section(model: Path, tmp
     del expected["batching"]
     assert {name: getattr(plan, name) for name in expected} == expected
     assert loop_plan(context(model, tmp_path, train={"batching": "packed"})).packed
+
+
+def test_every_setting_of_the_objective_comes_from_the_train_section(model: Path, tmp_path: Path) -> None:
+    section = {
+        "loss": {"kl": 0.5, "lk": 0.25}, "ttt_steps": 2, "step_weights": [1.0, 0.3], "keep_oov": True,
+        "supervise": "all", "normalisation": "sequence", "pace": 0.5, "align_top_k": 8, "start_floor": 0.1,
+        "feature_noise": 0.2, "attention": "dense", "recompute": True,
+    }  # fmt: skip
+    assert objective_plan(context(model, tmp_path, train=section)) == ObjectivePlan(
+        loss=LossMix((("kl", 0.5), ("lk", 0.25))),
+        step_weights=(1.0, 0.3),
+        keep_oov=True,
+        everywhere=True,
+        normalisation="sequence",
+        weighting=SlotWeighting(pace=0.5, top_k=8, start_floor=0.1),
+        feature_noise=0.2,
+        attention="dense",
+        recompute=True,
+    )
+
+
+def test_the_default_objective_is_that_of_the_kind_of_head(model: Path, tmp_path: Path) -> None:
+    eagle3 = objective_plan(context(model, tmp_path))
+    assert (eagle3.loss, eagle3.feature_weight) == (LossMix((("kl", 1.0),)), 0.0)
+    assert eagle3.step_weights == tuple(0.8**step for step in range(7))
+    eagle1 = objective_plan(context(model, tmp_path, head={"kind": "eagle1", "draft_vocab_size": None}))
+    assert (eagle1.loss, eagle1.feature_weight) == (LossMix((("kl", 0.1),)), 1.0)
+
+
+def test_a_head_goes_on_from_a_trained_one_with_another_vocabulary(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"aux_layers": [1, 4, 8], "draft_vocab_size": 100}
+    run = context(model, tmp_path, head=shape)
+    target = run.load_target("float32", tapped=True)
+    first = DraftVocabulary(torch.arange(100), target.vocab_size)
+    trained = build_head(run, target, first)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    save_head(trained, tmp_path / "trained", metadata={}, dtype=torch.float32)
+    again = context(model, tmp_path, head={**shape, "init": str(tmp_path / "trained")})
+    second = DraftVocabulary(torch.arange(60, 160), target.vocab_size)
+    head = build_head(again, target, second)
+    assert "which can draft 40.0% of this draft vocabulary" in capsys.readouterr().err
+    for name, tensor in trained.state_dict().items():
+        if name not in ("d2t", "t2d", "lm_head.weight"):
+            assert torch.equal(head.state_dict()[name], tensor), name
+    assert torch.equal(head.to_target_ids(torch.arange(100)), torch.arange(60, 160))
+    assert torch.equal(head.lm_head.weight[:40], trained.lm_head.weight[60:])
+    assert torch.equal(head.lm_head.weight[40:], target.head.weight_VD[100:160])
+
+
+def test_a_trained_head_of_another_shape_or_no_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    run = context(model, tmp_path, head={"aux_layers": [1, 4, 8], "draft_vocab_size": 100})
+    target = run.load_target("float32", tapped=True)
+    vocabulary = DraftVocabulary(torch.arange(100), target.vocab_size)
+    save_head(build_head(run, target, vocabulary), tmp_path / "trained", metadata={}, dtype=torch.float32)
+    folder = str(tmp_path / "trained")
+    other = context(
+        model, tmp_path,
+        head={"aux_layers": [1, 4, 8], "draft_vocab_size": 100, "norm_output": True, "init": folder},
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"the head in head\.init has norm_output False, this recipe's head True"):
+        build_head(other, target, vocabulary)
+    lost = context(model, tmp_path, head={"draft_vocab_size": 100, "init": "trgaet"})
+    with pytest.raises(UserError, match=r"head\.init 'trgaet' is neither target, random nor a folder"):
+        build_head(lost, target, vocabulary)
+
+
+def test_compiling_takes_the_mlp_and_leaves_names_as_they_are(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
+    run = context(model, tmp_path, head={"draft_vocab_size": 100, "aux_layers": [1, 4, 8]}, train={"compile": True})
+    target = run.load_target("float32", tapped=True)
+    head = build_head(run, target, DraftVocabulary(torch.arange(100), target.vocab_size))
+    assert compiled == ["GatedMLP"]
+    assert "midlayer.mlp.up_proj.weight" in head.state_dict()
+
+
+def test_a_full_draft_vocabulary_has_no_map_and_a_small_target_no_more_than_its_own(
+    model: Path, tmp_path: Path
+) -> None:
+    full = context(model, tmp_path, head={"draft_vocab_size": "full"})
+    assert full.head_config.full_vocabulary
+    vocabulary, coverage = choose_vocabulary(full, [], 258)
+    assert vocabulary.token_ids_U.tolist() == list(range(258))
+    assert coverage == {"train": 1.0, "validation": 1.0}
+    target = full.load_target("float32", tapped=True)
+    assert {"d2t", "t2d"}.isdisjoint(build_head(full, target, vocabulary).state_dict())
+    assert context(model, tmp_path, head={"draft_vocab_size": None}).head_config.draft_vocab_size == 258

@@ -1,0 +1,22 @@
+"""Memory of a training step: a wide target vocabulary and long rows (faults.md T12), and epochs that cost the same."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from eyas.tests.train.memory_probe import VOCAB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_long_row_of_a_wide_vocabulary_stays_small_and_grows_with_its_length_alone() -> None:
+    command = [sys.executable, "-m", "eyas.tests.train.memory_probe"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["peak"] < 4096 / 2  # MiB: half of what is asked, at rows of 4096
+    assert found["largest"] < 2048 * VOCAB / 6
+    one, two, four = found["extra"]
+    # Linear growth doubles the step between lengths, quadratic growth would take it fourfold.
+    assert four - two < 2.8 * (two - one) + 16
