@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.models.errors import UserError
+from eyas.models.head_config import Kind
 
 SCHEMA = 2
 READABLE_SCHEMAS = (1, 2)
@@ -33,18 +34,18 @@ class HeadFiles:
     where: str = "this head"
 
     @property
-    def method(self) -> str:
+    def method(self) -> Kind:
         """ "eagle3" or "eagle1", by the architecture strings; raises UserError for anything else."""
         return head_method(self.fields, where=self.where)
 
 
-METHODS = {
+METHODS: dict[Kind, tuple[str, str]] = {
     "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
     "eagle1": ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"),
 }
 
 
-def head_method(fields: dict[str, Any], *, where: str) -> str:
+def head_method(fields: dict[str, Any], *, where: str) -> Kind:
     """Return which kind of head a config.json describes; raises UserError when its architecture is not one of ours."""
     given = fields.get("architectures")
     for method, names in METHODS.items():

@@ -19,7 +19,7 @@ from eyas.models.target import Target, model_fingerprint
 from eyas.train.progress import Reporter
 from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, source_hash
 from eyas.train.ranks import launched_ranks
-from eyas.train.recipe import Recipe
+from eyas.train.recipe import HeadSection, Recipe
 from eyas.train.run_folder import RunFolder, fingerprint
 
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
@@ -69,7 +69,7 @@ class RunContext:
 
     @property
     def final_states(self) -> str:
-        """Where final states are kept: at every token for EAGLE-1, which reads them, and where prompts are supervised."""
+        """Where final states are kept: at every token for EAGLE-1, which reads them, or where prompts are taught."""
         recipe = self.recipe
         everywhere = recipe.head.kind == "eagle1" or recipe.train.supervise == "all"
         return "everywhere" if everywhere else recipe.extract.final_states
@@ -88,14 +88,11 @@ class RunContext:
     def head_config(self) -> HeadConfig:
         """The configuration of the recipe's head on its target; raises UserError where the two do not fit."""
         section = self.recipe.head
-        size = section.draft_vocab_size
-        if size is None and section.kind == "eagle3":
-            size = min(DEFAULT_DRAFT_VOCAB_SIZE, self.target_config.vocab_size)
         return head_config_for(
             self.target_config,
             kind=section.kind,
             aux_layers=self.aux_layers,
-            draft_vocab_size=None if size == "full" else size,
+            draft_vocab_size=draft_vocab_size(section, self.target_config.vocab_size),
             intermediate_size=section.intermediate_size,
             norm_before_residual=section.norm_before_residual,
             norm_before_fc=section.norm_before_fc,
@@ -157,6 +154,13 @@ class RunContext:
             quantization="none" if plain else section.quantization,
             attention=section.attention,
         )
+
+
+def draft_vocab_size(section: HeadSection, vocab_size: int) -> int:
+    """Return how many tokens the recipe's head drafts over, of the target's vocabulary."""
+    if section.draft_vocab_size == "full" or (section.draft_vocab_size is None and section.kind == "eagle1"):
+        return vocab_size
+    return section.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB_SIZE, vocab_size)
 
 
 def read_all_prompts(sources: tuple[str, ...]) -> list[Prompt]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+from eyas.data.state_format import bytes_per_token
 from eyas.models.size import DTYPE_BYTES
 from eyas.train.plan_facts import Facts
 from eyas.train.training_state import KEEP
 
 CORPUS_ROW, CORPUS_TOKEN = 220, 9.0  # a JSON line: its keys and ids; a token as a number and as text
-SHARD_ROW, SHARD_TOKEN = 40, 9  # a row's id, length and hash; a token's id, mask and argmax
+SHARD_ROW = 100  # a row's share of its shard's header
 MEASUREMENT, MEASURED_TOKEN = 560, 14  # a line of measurements.jsonl
 REPORT, REPORT_MEASUREMENT = 260_000, 950  # report.html with its plots, report.json and acceptance.png
 METRICS_STEP, CURVES = 205, 50_000  # a line of metrics.jsonl; curves.png
@@ -24,10 +25,20 @@ def synthesize_bytes(facts: Facts) -> int:
 
 
 def extract_bytes(facts: Facts) -> int:
-    """Return the bytes of the feature store: per token the aux states and the final state, ids, mask and argmax."""
-    counts, size = facts.counts, DTYPE_BYTES[facts.recipe.extract.state_dtype]
-    states = facts.head_config.aux_width + facts.target.hidden_size
-    return counts.stored_tokens * (states * size + SHARD_TOKEN) + counts.stored_rows * SHARD_ROW
+    """Return the bytes of the feature store; a row's last generated token teaches nothing. None while features are
+    computed in training (extract.mode online).
+    """
+    counts, section = facts.counts, facts.recipe.extract
+    if section.mode == "online":
+        return 0
+    per_token = bytes_per_token(
+        hidden_size=facts.target.hidden_size,
+        aux_layers=len(facts.head_config.aux_layers),
+        state_dtype=section.state_dtype,
+        final_everywhere=facts.final_everywhere,
+    )
+    taught = counts.stored_reply_tokens - counts.stored_rows
+    return per_token.total(tokens=counts.stored_tokens, taught=taught) + counts.stored_rows * SHARD_ROW
 
 
 def state_bytes(facts: Facts) -> int:

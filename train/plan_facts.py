@@ -7,10 +7,10 @@ import psutil
 import torch
 
 from eyas.models.bundled import resolve_model
-from eyas.models.eagle3 import Eagle3Head
 from eyas.models.head_config import HeadConfig
+from eyas.models.heads import new_head
 from eyas.models.size import TargetSize, target_size
-from eyas.train.context import RunContext, read_all_prompts
+from eyas.train.context import RunContext, draft_vocab_size, read_all_prompts
 from eyas.train.plan_corpus import CorpusCounts, PromptLengths, count_allowed, count_finished, prompt_lengths
 from eyas.train.recipe import Recipe
 
@@ -50,6 +50,7 @@ class Facts:
     weight_file: int
     base: int
     maps: bool
+    final_everywhere: bool
 
     @property
     def trained(self) -> int:
@@ -113,6 +114,7 @@ def gather_facts(context: RunContext) -> Facts:
         weight_file=sum(path.stat().st_size for path in weights),
         base=psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT,
         maps=on_cpu,
+        final_everywhere=context.final_states == "everywhere",
     )
 
 
@@ -121,7 +123,7 @@ def facts_with(facts: Facts, recipe: Recipe) -> Facts:
 
     Raises UserError where that recipe is impossible.
     """
-    config = replace(facts.head_config, draft_vocab_size=recipe.head.draft_vocab_size)
+    config = replace(facts.head_config, draft_vocab_size=draft_vocab_size(recipe.head, facts.head_config.vocab_size))
     counts = facts.counts
     if recipe.synthesize != facts.recipe.synthesize:
         counts = count_allowed(recipe, facts.lengths)
@@ -131,8 +133,8 @@ def facts_with(facts: Facts, recipe: Recipe) -> Facts:
 def head_size(config: HeadConfig) -> HeadSize:
     """Return the size of a head from its config."""
     with torch.device("meta"):
-        head = Eagle3Head(config)
-    total = sum(parameter.numel() for parameter in head.parameters())
-    lm_head = head.lm_head.weight.numel()
-    layer = sum(parameter.numel() for parameter in head.midlayer.parameters()) + head.norm.weight.numel()
-    return HeadSize(layer=layer, fuse=total - layer - lm_head, lm_head=lm_head)
+        head = new_head(config)
+    sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
+    lm_head = sum(size for name, size in sizes.items() if name.startswith("lm_head."))
+    fuse = sum(size for name, size in sizes.items() if name.startswith(("fc.", "fc_norm.", "input_norm.")))
+    return HeadSize(layer=sum(sizes.values()) - lm_head - fuse, fuse=fuse, lm_head=lm_head)

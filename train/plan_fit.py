@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from eyas.models.errors import UserError
+from eyas.models.head_config import HeadConfig
 from eyas.models.size import DTYPE_BYTES
 from eyas.train.plan_facts import Facts, facts_with
 from eyas.train.recipe import ExtractSection, Recipe
@@ -38,6 +39,10 @@ def _longest(facts: Facts) -> int:
     return facts.recipe.synthesize.max_prompt_tokens + facts.recipe.synthesize.max_reply_tokens
 
 
+def _smaller_vocabularies(config: HeadConfig) -> list[int]:
+    return _halves(config.draft_vocab_size, least=1024) if config.kind == "eagle3" else []
+
+
 # Those that cost the least quality first.
 KNOBS: dict[str, Callable[[Facts], list[Any]]] = {
     "synthesize.batch": lambda f: _halves(f.recipe.synthesize.batch, least=1),
@@ -49,7 +54,7 @@ KNOBS: dict[str, Callable[[Facts], list[Any]]] = {
     "synthesize.dtype": lambda f: _half_precision(f.recipe.synthesize.dtype),
     "extract.dtype": lambda f: _half_precision(f.recipe.extract.dtype),
     "evaluate.dtype": lambda f: _half_precision(f.recipe.evaluate.dtype),
-    "head.draft_vocab_size": lambda f: _halves(f.recipe.head.draft_vocab_size, least=1024),
+    "head.draft_vocab_size": lambda f: _smaller_vocabularies(f.head_config),
     "train.ttt_steps": lambda f: list(range(f.recipe.train.ttt_steps - 1, 0, -1)),
     "synthesize.self_prompts": lambda f: _halves(f.recipe.synthesize.self_prompts, least=1),
     "synthesize.max_reply_tokens": lambda f: _halves(f.recipe.synthesize.max_reply_tokens, least=32),
