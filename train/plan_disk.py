@@ -11,7 +11,7 @@ CORPUS_ROW, CORPUS_TOKEN = 220, 9.0  # a JSON line: its keys and ids; a token as
 SHARD_ROW = 100  # a row's share of its shard's header
 MEASUREMENT, MEASURED_TOKEN = 560, 14  # a line of measurements.jsonl
 REPORT, REPORT_MEASUREMENT = 260_000, 950  # report.html with its plots, report.json and acceptance.png
-METRICS_STEP, CURVES = 205, 50_000  # a line of metrics.jsonl; curves.png
+METRICS_STEP, CURVES = 205, 90_000  # a line of metrics.jsonl; curves.png
 STATE_FRAME, HEAD_FRAME = 16_000, 4_000  # what a checkpoint and a head's folder hold besides tensors
 
 

@@ -34,7 +34,8 @@ class HeadSize:
 
 @dataclass(frozen=True)
 class Facts:
-    """`base` is what the process takes before any work; `weight_file` the bytes of the target's files (0: not here).
+    """`base` is what the process takes before any work; `weight_file` the bytes of the target's files (0: not here) and
+    `weight_dtype` what they hold.
 
     `maps` says that mapped files lie in the memory that is planned: on a CPU.
     """
@@ -48,6 +49,7 @@ class Facts:
     evaluation_prompts: int
     evaluation_sets: int
     weight_file: int
+    weight_dtype: str
     base: int
     maps: bool
     final_everywhere: bool
@@ -112,6 +114,7 @@ def gather_facts(context: RunContext) -> Facts:
         evaluation_prompts=len(prompts) + own,
         evaluation_sets=len({prompt.category for prompt in prompts}) + bool(own),
         weight_file=sum(path.stat().st_size for path in weights),
+        weight_dtype=str(context.target_config.dtype).removeprefix("torch."),
         base=psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT,
         maps=on_cpu,
         final_everywhere=context.final_states == "everywhere",

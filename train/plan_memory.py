@@ -1,9 +1,9 @@
 """Peak memory of every stage, as named terms.
 
 Derived from what the code keeps alive, and checked against measured peaks (tests/train/test_plan_measured.py). A stage
-loads weights first and works then: its peak is the larger of the two. Memory-mapped files (the target's weights while
-they are read, feature shards) count as resident while they are used but can be dropped by the system, so they are named
-apart and need not fit.
+loads weights first and works then: its peak is the larger of the two. Memory-mapped files (feature shards; the target's
+weights while they are read, and for good where they are used as they are stored) count as resident while they are used
+but can be dropped by the system, so they are named apart and need not fit.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,20 @@ class Phase:
 
 
 def loading(facts: Facts, dtype: str) -> Phase:
-    """Return the phase in which the target's weights are read from their mapped files into a dtype."""
+    """Return the phase in which the target's weights are read from their mapped files into a dtype.
+
+    Weights stored in that dtype are not read yet.
+    """
+    if stay_mapped(facts, dtype):
+        return Phase({"process": facts.base})
     weights = DTYPE_BYTES[dtype] * facts.target.parameters
     mapped = facts.weight_file or weights if facts.maps else 0
     return Phase({"process": facts.base, "target weights": weights}, mapped)
+
+
+def stay_mapped(facts: Facts, dtype: str) -> int:
+    """Return the bytes of the target's files where they are used as they are, 0 where weights are converted."""
+    return facts.weight_file if facts.maps and facts.weight_dtype == dtype else 0
 
 
 def synthesize_phases(facts: Facts) -> list[Phase]:
@@ -59,7 +69,7 @@ def synthesize_phases(facts: Facts) -> list[Phase]:
         "activations": size * prefill * (6 * target.hidden_size + 3 * target.mlp_width)
         + size * section.batch * capacity * 2 * target.heads * target.head_dim,
     }
-    return [loading(facts, section.dtype), Phase(work)]
+    return [loading(facts, section.dtype), Phase(work, stay_mapped(facts, section.dtype))]
 
 
 def extract_phases(facts: Facts) -> list[Phase]:
@@ -70,7 +80,8 @@ def extract_phases(facts: Facts) -> list[Phase]:
     longest = min(counts.longest_row, facts.recipe.train.line_length)
     batch = max(section.tokens_per_batch, longest)
     shard = min(section.rows_per_shard, counts.stored_rows) * counts.stored_tokens // max(1, counts.stored_rows)
-    weights = size * target.parameters
+    mapped = stay_mapped(facts, section.dtype)
+    weights = 0 if mapped else size * target.parameters
     work = {
         "process": facts.base,
         "target weights": weights,
@@ -83,7 +94,7 @@ def extract_phases(facts: Facts) -> list[Phase]:
         "target weights": weights,
         "logits": 4 * 4 * CHECKED_TOKENS * target.vocab_size,  # the model's own and rebuilt ones, their difference
     }
-    return [loading(facts, section.dtype), Phase(work), Phase(check)]
+    return [loading(facts, section.dtype), Phase(work, mapped), Phase(check, mapped)]
 
 
 def train_phases(facts: Facts) -> list[Phase]:
@@ -95,7 +106,9 @@ def train_phases(facts: Facts) -> list[Phase]:
     section, target, config = facts.recipe.train, facts.target, facts.head_config
     head = 4 * facts.head.parameters
     learning = 4 * (facts.trained + facts.moments + 2 * facts.averaged)  # averaged weights are swapped in to validate
-    borrowed = 4 * (target.embedding + config.draft_vocab_size * config.hidden_size)
+    embedding = 4 * target.embedding
+    mapped_embedding = embedding if stay_mapped(facts, "float32") else 0
+    borrowed = 4 * config.draft_vocab_size * config.hidden_size + embedding - mapped_embedding
     compute = 2 if section.precision == "bf16" else 4
     line = max(section.line_length, 1) if section.batching == "packed" else facts.counts.longest_row
     tokens = section.lines_per_batch * line
@@ -124,8 +137,8 @@ def train_phases(facts: Facts) -> list[Phase]:
         "attention": 12 * config.num_attention_heads * held_out * facts.counts.longest_row,
         "distributions": compute * held_out * U,
     }
-    features = extract_bytes(facts) if facts.maps else 0
-    return [loading(facts, "float32"), Phase(work, features), Phase(validation, features)]
+    mapped = mapped_embedding + (extract_bytes(facts) if facts.maps else 0)
+    return [loading(facts, "float32"), Phase(work, mapped), Phase(validation, mapped)]
 
 
 def evaluate_phases(facts: Facts) -> list[Phase]:
@@ -140,7 +153,7 @@ def evaluate_phases(facts: Facts) -> list[Phase]:
         "KV cache": size * capacity * target.kv_per_token,
         "logits": 4 * 4 * CHECKED_TOKENS * target.vocab_size,  # of the check on the first prompt
     }
-    return [loading(facts, section.dtype), Phase(work)]
+    return [loading(facts, section.dtype), Phase(work, stay_mapped(facts, section.dtype))]
 
 
 def export_phases(facts: Facts) -> list[Phase]:

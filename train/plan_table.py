@@ -54,7 +54,8 @@ def _stage_table(plan: RunPlan) -> Table:
     for column in ("stage", "disk", "peak memory", "of it mapped", "time", "mostly"):
         table.add_column(column, justify="left" if column in ("stage", "mostly") else "right")
     for stage in plan.stages:
-        biggest = max(stage.phase.terms, key=lambda name: stage.phase.terms[name])
+        terms = {name: count for name, count in stage.phase.terms.items() if name != "process"}
+        biggest = max(terms, key=lambda name: terms[name], default="process")
         table.add_row(
             stage.name, human(stage.disk), human(stage.phase.peak), human(stage.phase.mapped), _time(stage), biggest
         )
@@ -89,6 +90,6 @@ def _break_even_table(rows: tuple[BreakEven, ...]) -> Table:
     for column in ("method", "tau", *(f"speed-up at {batch}" for batch in BATCHES), "pays up to"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
-        limit = f"{LARGEST} and more" if row.pays_to is None else f"{row.pays_to} requests" if row.pays_to else "never"
+        limit = f"{LARGEST} and more" if row.pays_to is None else f"batch {row.pays_to}" if row.pays_to else "never"
         table.add_row(row.method, f"{row.tau:g}", *(f"{gain:.2f}x" for gain in row.speedups.values()), limit)
     return table

@@ -19,6 +19,7 @@ from eyas.train.plan import check_plan, human, make_plan
 from eyas.train.plan_corpus import PromptLengths, count_allowed
 from eyas.train.plan_disk import DISK, measurements
 from eyas.train.plan_facts import HeadSize, gather_facts
+from eyas.train.plan_memory import MEMORY, loading
 from eyas.train.plan_time import TIME, forward_seconds
 from eyas.train.progress import Reporter
 from eyas.train.recipe import Recipe
@@ -94,10 +95,30 @@ def test_the_public_figure_for_an_8b_model(model: Path, tmp_path: Path) -> None:
 
 
 def test_every_stage_has_its_formulas() -> None:
-    from eyas.train.plan_memory import MEMORY
-
     for table in (DISK, MEMORY, TIME):
         assert tuple(table) == STAGES
+
+
+def test_weights_used_as_stored_stay_mapped_and_converted_ones_are_read_beside_their_file(
+    model: Path, tmp_path: Path
+) -> None:
+    facts = gather_facts(context_of(model, tmp_path))
+    file = (model / "model.safetensors").stat().st_size
+    assert (facts.weight_file, facts.weight_dtype) == (file, "float32")
+    as_stored, converted = loading(facts, "float32"), loading(facts, "bfloat16")
+    assert (as_stored.terms, as_stored.mapped) == ({"process": facts.base}, 0)
+    assert (converted.terms["target weights"], converted.mapped) == (2 * facts.target.parameters, file)
+    assert [phase.mapped for phase in MEMORY["extract"](facts)] == [0, file, file]
+
+
+def test_epochs_averages_and_muon_are_counted(model: Path, tmp_path: Path) -> None:
+    plain = gather_facts(context_of(model, tmp_path))
+    epochs = gather_facts(context_of(model, tmp_path, train={"epochs": 3, "accumulate": 2}))
+    assert (plain.steps, epochs.steps) == (30, round(3 * epochs.counts.stored_tokens / 128 / 2))
+    averaged = gather_facts(context_of(model, tmp_path, train={"ema": 0.99}))
+    assert DISK["train"](averaged) - DISK["train"](plain) == 2 * 4 * plain.head.parameters
+    muon = gather_facts(context_of(model, tmp_path, train={"optimizer": "muon", "lm_head_rate": 0.0}))
+    assert muon.moments == muon.trained == plain.head.layer + plain.head.fuse
 
 
 def test_a_forward_is_bound_by_the_weights_first_and_by_the_products_later(model: Path, tmp_path: Path) -> None:
