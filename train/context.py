@@ -19,7 +19,7 @@ from eyas.train.progress import Reporter
 from eyas.train.recipe import Recipe
 from eyas.train.run_folder import RunFolder, file_hash, fingerprint
 
-CODE_VERSION = {"synthesize": 1, "extract": 1, "train": 1, "evaluate": 1, "export": 1}  # raise when results change
+CODE_VERSION = {"synthesize": 1, "extract": 1, "train": 1, "evaluate": 1, "export": 2}  # raise when results change
 
 
 @dataclass(frozen=True)
