@@ -9,6 +9,7 @@ from eyas.scripts.import_head import FlagOption, LayersOption, MapOption, read_a
 from eyas.scripts.options import JsonOption
 
 if TYPE_CHECKING:
+    from eyas.models.engines import Verdict
     from eyas.train.head_doctor import HeadReport
 
 MARKS = {"ok": "ok", "failed": "FAILED", "warning": "note", "skipped": "-"}
@@ -50,6 +51,12 @@ def doctor_head(
         raise typer.Exit(1)
 
 
+def _serves(verdict: "Verdict") -> str:
+    if not verdict.serves:
+        return "NO"
+    return f"as --format {verdict.export}" if verdict.export else "yes"
+
+
 def print_report(report: "HeadReport") -> None:
     """Print the findings and the verdict of every engine."""
     from rich import box
@@ -65,7 +72,7 @@ def print_report(report: "HeadReport") -> None:
         engines = Table("engine", "version read", "run there", "serves it", "reads layers", "why not", box=box.SIMPLE)
         for verdict in report.verdicts:
             engines.add_row(
-                verdict.engine, verdict.version, "yes" if verdict.tried else "no", "yes" if verdict.serves else "NO",
+                verdict.engine, verdict.version, "yes" if verdict.tried else "no", _serves(verdict),
                 ", ".join(map(str, verdict.layers)), "; ".join(verdict.reasons).replace("[", "\\["),
             )  # fmt: skip
         console.print(engines)
