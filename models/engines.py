@@ -57,13 +57,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine in the version whose code its rules were read from; `tried` says whether heads were run in it."""
+    """One engine in the version whose code its rules were read from; `tried` says whether heads were run in it.
+
+    `export` names the format it needs where it would misread the native folder.
+    """
 
     title: str
     version: str
     tried: bool
     reads_layers: Callable[[Traits], Layers]
     rules: tuple[Rule, ...]
+    export: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Verdict:
     serves: bool
     layers: Layers
     reasons: tuple[str, ...]
+    export: str | None
 
 
 def judge(name: str, fields: dict[str, Any]) -> Verdict:
@@ -88,7 +93,8 @@ def judge(name: str, fields: dict[str, Any]) -> Verdict:
             f"reads layers {list(layers)} (layers applied), trained on {list(traits.trained_layers)}; train with the "
             "layers it reads, or serve with an engine that takes them from the config"
         )
-    return Verdict(engine.title, engine.version, engine.tried, not reasons, layers, tuple(reasons))
+    export = engine.export and {"eagle3": engine.export, "eagle1": f"eagle1-{engine.export}"}[traits.method]
+    return Verdict(engine.title, engine.version, engine.tried, not reasons, layers, tuple(reasons), export)
 
 
 def _vllm_layers(traits: Traits) -> Layers:
@@ -212,6 +218,8 @@ ENGINES = {
                 "train a head of the target's width",
             ),
         ),
+        # The native folder names target_hidden_size, at which this code skips loading the target's embeddings.
+        export="eagle",
     ),
     "llama.cpp": Engine(
         "llama.cpp",

@@ -30,7 +30,7 @@ def model_card(files: HeadFiles, *, repo: str, target: str, licence: str | None)
     launches = [
         (title, command(files.method, serving))
         for name, (title, command) in COMMANDS.items()
-        if judge(name, files.fields).serves
+        if judge(name, files.fields).serves and not ENGINES[name].export
     ]
     rows = [*card.get("acceptance", []), *card.get("acceptance_by_set", [])]
     environment = Environment(

@@ -8,6 +8,7 @@ import typer
 from eyas.scripts.import_head import read_answers
 
 if TYPE_CHECKING:
+    from eyas.models.engines import Verdict
     from eyas.train.head_doctor import HeadReport
 
 MARKS = {"ok": "ok", "failed": "FAILED", "warning": "note", "skipped": "-"}
@@ -34,6 +35,12 @@ def doctor_head(
         raise typer.Exit(1)
 
 
+def _serves(verdict: "Verdict") -> str:
+    if not verdict.serves:
+        return "NO"
+    return f"as --format {verdict.export}" if verdict.export else "yes"
+
+
 def print_report(report: "HeadReport") -> None:
     """Print the findings and the verdict of every engine."""
     from rich import box
@@ -49,7 +56,7 @@ def print_report(report: "HeadReport") -> None:
         engines = Table("engine", "version read", "run there", "serves it", "reads layers", "why not", box=box.SIMPLE)
         for verdict in report.verdicts:
             engines.add_row(
-                verdict.engine, verdict.version, "yes" if verdict.tried else "no", "yes" if verdict.serves else "NO",
+                verdict.engine, verdict.version, "yes" if verdict.tried else "no", _serves(verdict),
                 ", ".join(map(str, verdict.layers)), "; ".join(verdict.reasons).replace("[", "\\["),
             )  # fmt: skip
         console.print(engines)

@@ -12,7 +12,7 @@ from eyas.data.synthesize import stop_token_ids
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.draft import ChainTree
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.models.checkpoint import head_from_files
+from eyas.models.checkpoint import HEADS, head_from_files
 from eyas.models.engines import ENGINES, Verdict, judge
 from eyas.models.errors import UserError
 from eyas.models.head_checks import Check, check_files
@@ -69,9 +69,9 @@ def check_head_folder(
     arguments = files.card.get("template_arguments", {})
     checks += check_target_config(files, facts, tokenizer, arguments)
     sizes_differ = any(check.name == "target sizes" and check.status == "failed" for check in checks)
-    if sizes_differ or files.method != "eagle3":
+    if sizes_differ or files.method not in HEADS:
         return HeadReport(head, target, tuple(checks), verdicts)
-    layers = tuple(files.fields["eagle_aux_hidden_state_layer_ids"])
+    layers = tuple(files.fields.get("eagle_aux_hidden_state_layer_ids", ()))
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     loaded = Target.load(target, dtype=dtype, aux_layers=layers, device=device)
     checks += check_loaded_target(files, loaded)

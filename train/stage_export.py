@@ -27,7 +27,7 @@ def run_export(context: RunContext) -> dict[str, Any]:
     target = resolve_model(recipe.target.model)
     serving = Serving(target, str(folder), depth=chain.depth, top_k=tree.top_k, num_draft_tokens=tree.num_draft_tokens)
     fields = head_config_json(head.config, dtype=dtype)
-    engines = tuple(name for name in COMMANDS if judge(name, fields).serves)
+    engines = tuple(name for name in COMMANDS if (verdict := judge(name, fields)).serves and not verdict.export)
     save_head(
         head, folder, metadata=head_metadata(context), dtype=dtype,
         files={"README.md": launch_lines(serving, engines=engines)},

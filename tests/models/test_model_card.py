@@ -53,12 +53,14 @@ def test_every_number_command_and_limit_is_on_it(tmp_path: Path) -> None:
         "600 replies written by the target itself, 40000 tokens", "61 of 97 tokens, covering 93.0 %",
         "aux layers (layers applied; vLLM's numbering): [2, 4, 5], SGLang's: [1, 3, 4]", "revision `deadbeef`",
         "trained against plain weights", "| vLLM | 0.32-0.33 | yes | yes |", "| SGLang | 0.5.23 | no | yes |",
+        "| original EAGLE code | cb7e084 | no | yes, after `eyas export HEAD --format eagle` |",
     ):  # fmt: skip
         assert part in card, part
     vllm, sglang = card.split("```")[1], card.split("```")[3]
     assert json.loads(shlex.split(vllm)[-1])["num_speculative_tokens"] == 4
     assert "--speculative-num-draft-tokens 21" in sglang
     assert "None" not in card
+    assert "EaModel" not in card  # the uploaded folder is the native one
 
 
 def test_the_hub_finds_base_model_tags_and_results(tmp_path: Path) -> None:
