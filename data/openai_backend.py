@@ -49,6 +49,12 @@ class OpenAIBackend:
         except ImportError:
             raise UserError("the openai backend needs the openai package: pip install 'eyas[openai]'.") from None
         server = self.server
+        cut = next((request for request in requests if request.top_k and request.temperature > 0), None)
+        if cut and not server.token_ids:
+            raise UserError(
+                f"request {cut.id!r} asks for top_k {cut.top_k}, which the plain OpenAI interface does not know: set "
+                "top_k (and prompt_top_k) to 0, or synthesize.backend.token_ids to true for vLLM or SGLang."
+            )
         client = OpenAI(
             base_url=server.url,
             api_key=self._api_key or "none",  # servers without keys take any

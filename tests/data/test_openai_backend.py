@@ -152,7 +152,7 @@ def test_the_server_is_sent_ids_and_exactly_our_sampling() -> None:
     fake = Fake(lambda body, number: completion(choice("x")))
     with fake.running() as url:
         list(backend(url).run([request("a"), request("b", temperature=0.0, top_k=0, top_p=0.5)]))
-        list(backend(url, token_ids=False, key=None).run([request("c")]))
+        list(backend(url, token_ids=False, key=None).run([request("c", top_k=0)]))
     bodies = {tuple(body["prompt"]): body for body in fake.bodies}
     sampled, greedy, plain = (bodies[request(name).prompt_ids] for name in "abc")
     assert sampled == {
@@ -249,6 +249,13 @@ def test_refusals_are_the_users_to_mend_and_show_no_key(status: int, message: st
         list(backend(url, retries=2).run([request("r")]))
     assert KEY not in str(caught.value)
     assert sum(fake.tries.values()) == tries
+
+
+def test_a_plain_server_is_not_asked_for_a_top_k_it_would_ignore() -> None:
+    with pytest.raises(
+        UserError, match=r"request 'r' asks for top_k 20, which the plain OpenAI interface does not know"
+    ):
+        list(backend("http://127.0.0.1:9/v1", token_ids=False).run([request("g", temperature=0.0), request("r")]))
 
 
 def test_server_that_is_not_there_is_said_with_its_address() -> None:

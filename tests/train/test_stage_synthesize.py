@@ -83,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     server.server_close()
 
 
-def synthesize(served: Served, folder: Path, **backend: Any) -> dict[str, Any]:
+def synthesize(served: Served, folder: Path, *, top_k: int = 20, **backend: Any) -> dict[str, Any]:
     """Run the stage and return its result; the prompts are two files of the tiny run and one two-turn talk."""
     talk = [
         {"role": "user", "content": "one"},
@@ -95,8 +95,9 @@ def synthesize(served: Served, folder: Path, **backend: Any) -> dict[str, Any]:
     changes: dict[str, dict[str, Any]] = {
         "synthesize": {
             "self_prompts": 6, "self_heldout": 1, "validation": 2, "self_prompt_tokens": 50, "max_reply_tokens": 30,
-            "answers": [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}],
-            "steering": [{"category": "sums", "system": "Sums."}, {"category": "any", "share": 2}], "backend": backend,
+            "answers": [{"temperature": 0.0}, {"temperature": 0.7, "top_k": top_k, "top_p": 0.9}],
+            "steering": [{"category": "sums", "system": "Sums."}, {"category": "any", "share": 2}],
+            "prompt_top_k": top_k, "backend": backend,
         },
         "head": {"aux_layers": [0, 1, 2]},
     }  # fmt: skip
@@ -125,7 +126,7 @@ def test_a_served_target_writes_the_corpus_of_a_local_one(
 def test_a_server_of_texts_alone_gives_the_same_ids_and_says_how_many_were_encoded(
     served: Served, tmp_path: Path
 ) -> None:
-    remote = synthesize(served, tmp_path / "texts", kind="openai", url=served.url, token_ids=False)
+    remote = synthesize(served, tmp_path / "texts", top_k=0, kind="openai", url=served.url, token_ids=False)
     rows = load_corpus(tmp_path / "texts" / "run" / "corpus" / "corpus.jsonl")
     assert remote["reencoded_replies"] == remote["turns"] == sum(len(row.generated) for row in rows)
     assert remote["early_ends"].get("text does not encode to certain ids", 0) == 0
