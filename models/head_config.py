@@ -105,6 +105,11 @@ def _inherited(config: PreTrainedConfig, *names: str) -> Any:
     )
 
 
+def _full_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE of the full-attention layers where each kind of layer has its own: a head attends to all."""
+    return dict(parameters.get("full_attention") or parameters)
+
+
 def head_config_for(
     target: PreTrainedConfig,
     *,
@@ -137,7 +142,7 @@ def head_config_for(
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_act=_inherited(config, "hidden_act", "hidden_activation"),
         rms_norm_eps=_inherited(config, "rms_norm_eps"),
-        rope_parameters=dict(_inherited(config, "rope_parameters")),
+        rope_parameters=_full_rope(_inherited(config, "rope_parameters")),
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         draft_vocab_size=draft_vocab_size,

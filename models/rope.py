@@ -4,6 +4,7 @@ The head must rotate exactly as its target does, so the frequencies come from th
 that the library does not know is an error, never a fall-back to the default.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,8 @@ def check_same_rope(head_rope: nn.Module, target_model: Any, config: HeadConfig)
     positions = torch.tensor([[p for p in (0, 63, 5000) if p < last] + [last]])
     probe = torch.zeros(1, 1, dtype=torch.float32)
     ours = head_rope(probe, positions)
-    theirs = target_rope(probe.to(next(target_model.parameters()).device), positions)
+    arguments = ("full_attention",) if "layer_type" in inspect.signature(target_rope.forward).parameters else ()
+    theirs = target_rope(probe.to(next(target_model.parameters()).device), positions, *arguments)
     for name, a, b in zip(("cos", "sin"), ours, theirs, strict=True):
         if a.shape != b.shape or not torch.allclose(a, b.float().cpu(), atol=1e-5):
             raise UserError(

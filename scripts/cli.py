@@ -5,7 +5,7 @@ import sys
 import typer
 
 from eyas.models.errors import UserError
-from eyas.scripts import run
+from eyas.scripts import chat, generate, run
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
 
@@ -18,6 +18,8 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 add_stage_verbs(app)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 
 
 def main() -> None:
