@@ -70,13 +70,13 @@ class Engine:
 
     def generate(self, requests: GenerationRequest | Sequence[GenerationRequest]) -> Generation | list[Generation]:
         """Return the whole continuation of one request, or of several in their order."""
-        if isinstance(requests, GenerationRequest):
-            return self.generate([requests])[0]
+        asked = [requests] if isinstance(requests, GenerationRequest) else requests
         session = self.session()
-        for request in requests:
+        for request in asked:
             session.check(request)
-        finished = {event.number: event.finished for event in self._run(session, requests) if event.finished}
-        return [finished[number] for number in range(len(requests))]
+        finished = {event.number: event.finished for event in self._run(session, asked) if event.finished}
+        whole = [finished[number] for number in range(len(asked))]
+        return whole[0] if isinstance(requests, GenerationRequest) else whole
 
     def stream(self, requests: Iterable[GenerationRequest]) -> Iterator[Event]:
         """Yield every round of every request as it happens; an event's number is the request's place.

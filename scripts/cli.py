@@ -6,6 +6,7 @@ import typer
 
 from eyas.models.errors import UserError
 from eyas.scripts import chat, generate, run
+from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
 
@@ -20,6 +21,7 @@ app.command("run")(run.run)
 add_stage_verbs(app)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+add_bench_verbs(app)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.prompt_lookup import PromptLookup
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.errors import UserError
 from eyas.models.head_config import head_config_for
 from eyas.models.target import Target
 from eyas.models.warm_start import init_random, set_vocabulary
@@ -43,3 +44,20 @@ def test_a_family_is_served_as_it_is(name: str) -> None:
         assert [list(generation.token_ids) for generation in found] == texts
     found = Engine(target, drafter=PromptLookup(5, 1)).generate(requests)
     assert [list(generation.token_ids) for generation in found] == texts
+
+
+def test_longrope_targets_end_where_the_whole_forward_would_turn_otherwise() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 5, "long_factor": [4.0] * 5}
+    fields = {"rope_parameters": {**rope, "original_max_position_embeddings": 24}}
+    model = family_model("phi3", original_max_position_embeddings=24, **fields)
+    target = Target(model, aux_layers=(0, 1, 3))
+    assert target.position_limit == 24
+    prompt = PROMPTS[0]
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False, pad_token_id=0)
+    oracle = table_head(target, [ids[0].tolist()])
+    for maker in (ChainTree(4), DynamicTree(4, 3, 12)):
+        found = Engine(target, oracle, maker).generate(GenerationRequest(prompt, 15))
+        assert [*prompt, *found.token_ids] == ids[0].tolist()
+        with pytest.raises(UserError, match="exceed the target's 24 positions"):
+            Engine(target, oracle, maker).generate(GenerationRequest(prompt, 16))
+    assert Target(family_model("llama")).position_limit == 256

@@ -53,7 +53,8 @@ def test_shorter_grams_and_depths() -> None:
 
 def test_a_text_that_repeats_itself_is_guessed_right() -> None:
     """Greedy text of a tiny target runs into a loop, where look-ups are right; the text is the plain one."""
-    target = tiny_target(vocab_size=13, layers=1, aux_layers=(), initializer_range=1.0)
+    # With weights this small the next token depends on the last one alone: the text must run in circles.
+    target = tiny_target(vocab_size=13, layers=1, aux_layers=(), initializer_range=0.02)
     prompt = random_prompt(6, seed=3, vocab_size=13)
     generation = Engine(target, drafter=PromptLookup(4, 2)).generate(GenerationRequest(prompt, 120))
     assert list(generation.token_ids) == greedy(target, prompt, 120)

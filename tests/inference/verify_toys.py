@@ -23,6 +23,8 @@ TREE = DraftTree(
     torch.tensor([0, 1, 1, 1, 2, 2, 2]),
     torch.zeros(7),
 )
+# Of the same shape, with tokens the target likes: after 3 it says 1 or 0, after 1 it says 5, after 4 it says 0.
+LIKELY = DraftTree(torch.tensor([ROOT, 1, 0, 4, 5, 2, 0]), TREE.parents_N, TREE.depths_N, torch.zeros(7))
 CHAIN = DraftTree.chain(ROOT, [1, 5, 6], [0.0, 0.0, 0.0])  # the target's likeliest after 3, 1 and 5
 
 
