@@ -117,8 +117,8 @@ def bench_decoding(
     """Return an entry per method, set and batch size. The first method is the baseline of `same`; all are warmed up."""
     baseline, *_ = methods
     some = next(iter(prompt_sets.values()))[0]
-    for method in methods.values():
-        method.run([some], BenchPlan(plan.batches, min(4, plan.max_new_tokens), plan.stop_ids, plan.sampling))
+    for warmed in methods.values():
+        warmed.run([some], BenchPlan(plan.batches, min(4, plan.max_new_tokens), plan.stop_ids, plan.sampling))
     groups = list(_groups(prompt_sets, plan.batches))
     totals: dict[tuple[str, str, int], _Total] = {}
     for number, (name, batch, group) in enumerate(groups):

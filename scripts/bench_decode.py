@@ -95,7 +95,7 @@ def _methods(
     if isinstance(drafter, EagleDrafter):
         for text, shape in shapes.items():
             methods[text] = ours(EagleDrafter(drafter.head, shape))
-    untouched = AutoModelForCausalLM.from_pretrained(resolve_model(runtime.target), dtype=getattr(torch, dtype))
+    untouched: Any = AutoModelForCausalLM.from_pretrained(resolve_model(runtime.target), dtype=getattr(torch, dtype))
     untouched = untouched.to(loaded.device).eval()
     methods["transformers"] = LibraryMethod(untouched)
     methods["transformers lookup"] = LibraryMethod(untouched, lookup=8)

@@ -142,6 +142,7 @@ def _stream(runtime: Runtime, request: "GenerationRequest") -> None:
     from eyas.inference.spelling import Spelling
     from eyas.scripts.terminal import LiveReply
 
+    runtime.engine.session().check(request)
     assert runtime.engine.decode is not None
     spelling = Spelling(runtime.engine.decode)
     with LiveReply(Console(highlight=False, markup=False)) as reply:

@@ -212,6 +212,8 @@ def test_drafted_tokens_are_coloured_and_finished_lines_stay() -> None:
     with LiveReply(console) as reply:
         reply.add(Round(0, 0, (1,)), [Piece("own", drafted=False)])
         reply.add(Round(4, 1, (2, 3)), [Piece(" drafted\nnext", drafted=True), Piece(" line", drafted=False)])
+        assert reply.live is not None
+        reply.live.refresh()
     text = screen.getvalue()
     assert "own\x1b[32m drafted\x1b[0m" in text
     assert "\x1b[32mnext\x1b[0m line" in text
