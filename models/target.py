@@ -67,6 +67,12 @@ class Target:
     @cached_property
     def attention_kinds(self) -> tuple[str, ...]:
         """The kind of attention of each layer; raises UserError where the bundled runtime cannot serve one."""
+        implementation = self.config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise UserError(
+                f"this model attends by {implementation!r}, which takes no mask of a draft tree's paths; load it with "
+                "attn_implementation sdpa or eager."
+            )
         return attention_kinds(self.config)
 
     @property
