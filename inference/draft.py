@@ -1,83 +1,57 @@
-"""Drafting with an EAGLE head: committed slots with target features, then tree levels with the head's own features.
-
-    committed slots 0..t    feature from the target,  token x_{t+1}  -> logits of depth 1
-    a node of depth d       feature from its parent,  its own token  -> logits of depth d+1,   RoPE position t+d
+"""Makers of draft trees: what an EAGLE head's guesses are turned into, for all rows of a session at once.
 
 `TREES` names the makers. A dynamic tree (EAGLE-2): every level expands its frontier by top_k children each, keeps the
 top_k by cumulative probability as the next frontier, and at the end the best num_draft_tokens of all candidates form
 the tree. That is connected, because a child never scores above its parent and ties go to the parent.
+A static tree (EAGLE-1) has the same shape in every round: see `static_tree.py`.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from eyas.inference.static_tree import EAGLE1_PATHS, StaticShape
 from eyas.inference.tree import DraftTree
-from eyas.models.draft_cache import DraftCache
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
-from eyas.models.target import TargetOutput
 
 
-class EagleDrafter:
-    """The drafting state of one request. The head may be less precise than the target: drafts are only guesses."""
+class HeadState(Protocol):
+    """What a maker reads of a session's drafting state: the head, each row's last slot, and how to run tree nodes."""
 
-    def __init__(self, head: DraftHead, *, capacity: int) -> None:
-        self.head = head
-        self.cache = DraftCache(
-            kv_heads=head.config.num_key_value_heads,
-            head_dim=head.config.head_dim,
-            capacity=capacity,
-            dtype=head.dtype,
-            device=head.device,
-        )
-        self.feature_D: Tensor | None = None
-        self.logits_U: Tensor | None = None
+    head: DraftHead
+    features_RD: Tensor
+    logits_RU: Tensor
 
-    def states(self, out: TargetOutput) -> Tensor:
-        """Return the states of a batch-1 target forward that the head reads, [T, F]."""
-        return self.head.states(out.aux_hidden_BTF[0], out.final_hidden_BTD[0])
-
-    @torch.inference_mode()
-    def extend(self, states_TF: Tensor, next_tokens_T: Tensor) -> None:
-        """Commit T slots: the target states that the head reads, and the token that follows each."""
-        T = len(next_tokens_T)
-        start = self.cache.length
-        self.cache.commit(T)
-        positions = torch.arange(start, start + T, device=next_tokens_T.device)[None]
-        feature = self.head.fuse(states_TF[None].to(self.head.dtype))
-        last = torch.tensor([T - 1], device=next_tokens_T.device)
-        feature, logits = self.head.step(feature, next_tokens_T[None], positions, self.cache, logits_at=last)
-        self.feature_D, self.logits_U = feature[0, -1], logits[0]
-
-    @torch.inference_mode()
     def expand(
-        self, features_KD: Tensor, tokens_K: Tensor, *, depth: int, tree_mask_KN: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run K nodes of one depth and return (their features_KD, draft logits_KU of their children)."""
-        self.cache.draft(tree_mask_KN)
-        positions = torch.full((1, len(tokens_K)), self.cache.length - 1 + depth, device=tokens_K.device)
-        feature, logits = self.head.step(features_KD[None], tokens_K[None], positions, self.cache)
-        return feature[0], logits[0]
+        self, features_RKD: Tensor, tokens_RK: Tensor, *, depth: int, tree_mask_RKN: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class TreeMaker(Protocol):
-    """Drafts a tree below `root` from a drafter's state, leaving the drafter's committed slots as they were."""
+    """Drafts a tree below every row's root."""
 
     @property
     def depth(self) -> int: ...
 
     @property
-    def max_nodes(self) -> int: ...
+    def max_nodes(self) -> int:
+        """Nodes of a tree, root included."""
+        ...
 
     @property
     def scratch(self) -> int:
         """Tree nodes the draft cache must hold while drafting."""
         ...
 
-    def make(self, drafter: EagleDrafter, root: int) -> DraftTree: ...
+    def check(self, draft_vocab_size: int) -> None:
+        """Raise UserError when a head with so many draft tokens cannot draw this tree."""
+        ...
+
+    def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]: ...
 
 
 @dataclass(frozen=True)
@@ -96,27 +70,28 @@ class ChainTree:
 
     @property
     def scratch(self) -> int:
-        return self.depth
+        return self.depth - 1
 
-    def make(self, drafter: EagleDrafter, root: int) -> DraftTree:
-        feature, logits = drafter.feature_D, drafter.logits_U
-        assert feature is not None
-        assert logits is not None
-        tokens: list[int] = []
-        scores: list[float] = []
-        total = 0.0
+    def check(self, draft_vocab_size: int) -> None:
+        """A chain can be drawn by any head."""
+
+    def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
+        features_R1D, logits_RU = state.features_RD[:, None], state.logits_RU
+        total_R = torch.zeros(len(roots), device=logits_RU.device)
+        tokens, scores = [], []
         for level in range(1, self.depth + 1):
-            best = torch.log_softmax(logits.float(), -1).max(-1)
-            total += float(best.values)
-            token = drafter.head.to_target_ids(best.indices)
-            tokens.append(int(token))
-            scores.append(total)
+            best = torch.log_softmax(logits_RU.float(), -1).max(-1)
+            total_R = total_R + best.values
+            tokens.append(state.head.to_target_ids(best.indices))
+            scores.append(total_R)
             if level < self.depth:
-                mask = torch.ones(1, level, dtype=torch.bool, device=token.device)
-                features, level_logits = drafter.expand(feature[None], token[None], depth=level, tree_mask_KN=mask)
-                feature, logits = features[0], level_logits[0]
-        drafter.cache.discard_tree()
-        return DraftTree.chain(root, tokens, scores)
+                mask = torch.ones(len(roots), 1, level, dtype=torch.bool, device=total_R.device)
+                features_R1D, logits_R1U = state.expand(
+                    features_R1D, tokens[-1][:, None], depth=level, tree_mask_RKN=mask
+                )
+                logits_RU = logits_R1U[:, 0]
+        rows = zip(roots, torch.stack(tokens, 1).tolist(), torch.stack(scores, 1).tolist(), strict=True)
+        return [DraftTree.chain(root, row_tokens, row_scores) for root, row_tokens, row_scores in rows]
 
 
 @dataclass(frozen=True)
@@ -143,52 +118,117 @@ class DynamicTree:
     def scratch(self) -> int:
         return self.top_k * (self.depth - 1)
 
-    def make(self, drafter: EagleDrafter, root: int) -> DraftTree:
-        return self._rerank(root, *(column.cpu() for column in self._candidates(drafter)))
+    def check(self, draft_vocab_size: int) -> None:
+        """A tree that is wider than the draft vocabulary takes all of it."""
 
-    def _candidates(self, drafter: EagleDrafter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (tokens, parents, depths, scores) of every candidate in level order, on the head's device."""
-        assert drafter.feature_D is not None
-        assert drafter.logits_U is not None
-        device = drafter.logits_U.device
-        k = min(self.top_k, drafter.head.config.draft_vocab_size)
-        best = torch.log_softmax(drafter.logits_U.float(), -1).topk(k)
+    def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
+        return self._rerank(roots, *(column.cpu() for column in self._candidates(state)))
+
+    def _candidates(self, state: HeadState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (tokens, parents, depths, scores) of every candidate in level order, [R, P], on the head's device."""
+        logits_RU = state.logits_RU
+        R, device = len(logits_RU), logits_RU.device
+        k = min(self.top_k, state.head.config.draft_vocab_size)
+        best = torch.log_softmax(logits_RU.float(), -1).topk(k)
         # The pool lists every candidate in level order; a parent is a pool index, -1 for the root.
-        tokens, scores = [drafter.head.to_target_ids(best.indices)], [best.values]
-        parents = [torch.full((k,), -1, device=device)]
-        depths = [torch.ones(k, dtype=torch.int64, device=device)]
-        frontier, pool_size = torch.arange(k, device=device), k
-        features = drafter.feature_D.expand(k, -1)
+        tokens, scores = [state.head.to_target_ids(best.indices)], [best.values]
+        parents = [torch.full((R, k), -1, device=device)]
+        depths = [torch.ones(R, k, dtype=torch.int64, device=device)]
+        frontier, pool_size = torch.arange(k, device=device).expand(R, k), k
+        features = state.features_RD[:, None].expand(R, k, -1)
         frontier_tokens, frontier_scores = tokens[0], scores[0]
-        own = seen = torch.eye(k, dtype=torch.bool, device=device)
+        own = seen = torch.eye(k, dtype=torch.bool, device=device).expand(R, k, k)
         for depth in range(2, self.depth + 1):
-            features, logits = drafter.expand(features, frontier_tokens, depth=depth - 1, tree_mask_KN=seen)
+            features, logits = state.expand(features, frontier_tokens, depth=depth - 1, tree_mask_RKN=seen)
             child = torch.log_softmax(logits.float(), -1).topk(k)
-            totals = (child.values + frontier_scores[:, None]).flatten()
-            child_tokens = drafter.head.to_target_ids(child.indices).flatten()
+            totals = (child.values + frontier_scores[..., None]).flatten(1)
+            child_tokens = state.head.to_target_ids(child.indices).flatten(1)
             tokens.append(child_tokens)
             scores.append(totals)
-            parents.append(frontier.repeat_interleave(k))
+            parents.append(frontier.repeat_interleave(k, dim=1))
             depths.append(torch.full_like(parents[-1], depth))
             kept = totals.topk(k)
             origin = kept.indices // k
-            frontier, pool_size = pool_size + kept.indices, pool_size + len(totals)
-            features, frontier_tokens, frontier_scores = features[origin], child_tokens[kept.indices], kept.values
-            seen = torch.cat((seen[origin], own), dim=1)
-        drafter.cache.discard_tree()
-        return torch.cat(tokens), torch.cat(parents), torch.cat(depths), torch.cat(scores)
+            frontier, pool_size = pool_size + kept.indices, pool_size + totals.shape[1]
+            features = features.gather(1, origin[..., None].expand(-1, -1, features.shape[-1]))
+            frontier_tokens, frontier_scores = child_tokens.gather(1, kept.indices), kept.values
+            seen = torch.cat((seen.gather(1, origin[..., None].expand(-1, -1, seen.shape[-1])), own), dim=2)
+        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(scores, 1)
 
-    def _rerank(self, root: int, tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor) -> DraftTree:
-        """Return the tree of the best candidates; the stable sort makes ties go to the parent."""
-        chosen = torch.sort(scores, descending=True, stable=True).indices[: self.num_draft_tokens].sort().values
-        of_chosen = parents[chosen]
+    def _rerank(
+        self, roots: list[int], tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor
+    ) -> list[DraftTree]:
+        """Return the trees of the best candidates; the stable sort makes ties go to the parent."""
+        ranked = torch.sort(scores, dim=1, descending=True, stable=True).indices
+        chosen = ranked[:, : self.num_draft_tokens].sort(dim=1).values
+        of_chosen = parents.gather(1, chosen)
         position = torch.where(of_chosen < 0, 0, torch.searchsorted(chosen, of_chosen.clamp(min=0)) + 1)
-        return DraftTree(
-            tokens_N=torch.cat((torch.tensor([root]), tokens[chosen])),
-            parents_N=torch.cat((torch.tensor([-1]), position)),
-            depths_N=torch.cat((torch.tensor([0]), depths[chosen])),
-            scores_N=torch.cat((torch.zeros(1), scores[chosen])),
+
+        def column(root: Tensor, rest: Tensor) -> Tensor:
+            return torch.cat((root[:, None], rest), dim=1)
+
+        none = torch.zeros(len(roots), dtype=torch.int64)
+        columns = (
+            column(torch.tensor(roots), tokens.gather(1, chosen)),
+            column(none - 1, position),
+            column(none, depths.gather(1, chosen)),
+            column(torch.zeros(len(roots)), scores.gather(1, chosen)),
         )
+        return [DraftTree(*row) for row in zip(*columns, strict=True)]
 
 
-TREES = {"chain": ChainTree, "dynamic": DynamicTree}
+@dataclass(frozen=True)
+class StaticTree:
+    """EAGLE-1's tree: in every round the same paths of child ranks (0: the head's best child, 1: its second, ...)."""
+
+    paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
+
+    def __post_init__(self) -> None:
+        _ = self.shape  # raises for paths that make no tree
+
+    @cached_property
+    def shape(self) -> StaticShape:
+        return StaticShape.of(self.paths)
+
+    @property
+    def depth(self) -> int:
+        return self.shape.depth
+
+    @property
+    def max_nodes(self) -> int:
+        return len(self.shape.parents_N)
+
+    @property
+    def scratch(self) -> int:
+        return sum(len(level.run) for level in self.shape.levels[1:])
+
+    def check(self, draft_vocab_size: int) -> None:
+        """Raise UserError when a rank exceeds the head's vocabulary."""
+        widest = max(max(path) for path in self.paths)
+        if widest >= draft_vocab_size:
+            raise UserError(f"the static tree asks for child rank {widest}; the head drafts {draft_vocab_size} tokens.")
+
+    def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
+        R, device = len(roots), state.logits_RU.device
+        features_RKD, logits_RKU = state.features_RD[:, None], state.logits_RU[:, None]
+        above_RK = torch.zeros(R, 1, device=device)
+        tokens, scores = [torch.tensor(roots, device=device)[:, None]], [above_RK]
+        for depth, level in enumerate(self.shape.levels):
+            if depth > 0:
+                run = torch.tensor(level.run, device=device)
+                origin = torch.tensor(level.origin, device=device)
+                mask = level.sight_KN.to(device).expand(R, -1, -1)
+                features_RKD, logits_RKU = state.expand(
+                    features_RKD[:, origin], tokens[-1][:, run], depth=depth, tree_mask_RKN=mask
+                )
+                above_RK = scores[-1][:, run]
+            best = torch.log_softmax(logits_RKU.float(), -1).topk(level.width)
+            parent, rank = torch.tensor(level.parent, device=device), torch.tensor(level.rank, device=device)
+            tokens.append(state.head.to_target_ids(best.indices[:, parent, rank]))
+            scores.append(above_RK[:, parent] + best.values[:, parent, rank])
+        rows = zip(torch.cat(tokens, 1).cpu(), torch.cat(scores, 1).cpu(), strict=True)
+        shape = self.shape
+        return [DraftTree(row_tokens, shape.parents_N, shape.depths_N, row_scores) for row_tokens, row_scores in rows]
+
+
+TREES = {"chain": ChainTree, "static": StaticTree, "dynamic": DynamicTree}

@@ -8,27 +8,39 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eyas.kernels.tree_layout import ancestor_mask, check_trees
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """tokens_N (int64, target ids), parents_N (int64, -1 for the root), depths_N and scores_N (log-probabilities)."""
+    """tokens_N (int64, target ids), parents_N (int64, -1 for the root), depths_N and scores_N (log-probabilities).
+
+    `drawn_KV` is None for a deterministic tree. For a chain whose tokens were drawn at random it holds, for each of
+    the K draft tokens, the fp64 distribution it was drawn from.
+    """
 
     tokens_N: Tensor
     parents_N: Tensor
     depths_N: Tensor
     scores_N: Tensor
+    drawn_KV: Tensor | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: len(value) for name, value in self.__dict__.items()}
+        sizes = {name: len(value) for name, value in self.__dict__.items() if name != "drawn_KV"}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"the tensors of a tree must have one entry per node, given {sizes}")
         check_trees(self.parents_N[None], torch.tensor([len(self.tokens_N)]))
         parents = self.parents_N[1:]
         if self.depths_N[0] != 0 or not torch.equal(self.depths_N[1:], self.depths_N[parents] + 1):
             raise ValueError(f"depths {self.depths_N.tolist()} do not follow from parents {self.parents_N.tolist()}")
+        if self.drawn_KV is not None:
+            K = len(self.tokens_N) - 1
+            if len(self.drawn_KV) != K or not torch.equal(parents, torch.arange(K)):
+                raise ValueError("only a chain can be drawn, with one distribution per draft token")
+            if not bool((self.drawn_KV.gather(1, self.tokens_N[1:, None]) > 0).all()):
+                raise ValueError("a drawn token has probability 0 in the distribution it was drawn from")
 
     @classmethod
     def root(cls, token: int) -> "DraftTree":
@@ -37,10 +49,10 @@ class DraftTree:
         return cls(torch.tensor([token]), zero - 1, zero, torch.zeros(1))
 
     @classmethod
-    def chain(cls, root: int, tokens: list[int], scores: list[float]) -> "DraftTree":
+    def chain(cls, root: int, tokens: list[int], scores: list[float], *, drawn_KV: Tensor | None = None) -> "DraftTree":
         """Return a path: root -> tokens[0] -> tokens[1] -> ..."""
         nodes = torch.arange(len(tokens) + 1)
-        return cls(torch.tensor([root, *tokens]), nodes - 1, nodes, torch.tensor([0.0, *scores]))
+        return cls(torch.tensor([root, *tokens]), nodes - 1, nodes, torch.tensor([0.0, *scores]), drawn_KV)
 
     def __len__(self) -> int:
         return len(self.tokens_N)
@@ -54,3 +66,38 @@ class DraftTree:
     def ancestors_NN(self) -> Tensor:
         """Bool [N, N]: node i sees node j iff j is i or an ancestor of i."""
         return ancestor_mask(self.parents_N[None], torch.tensor([len(self)]))[0]
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """R trees side by side, the shorter ones padded: parent -1, depth 0, token 0, and each padding node sees itself."""
+
+    tokens_RN: Tensor
+    parents_RN: Tensor
+    depths_RN: Tensor
+    num_nodes_R: Tensor
+
+    @classmethod
+    def of(cls, trees: list[DraftTree]) -> "TreeBatch":
+        """Return the batch of some trees."""
+
+        def padded(rows: list[Tensor], value: int) -> Tensor:
+            return rows[0][None] if len(rows) == 1 else pad_sequence(rows, batch_first=True, padding_value=value)
+
+        return cls(
+            tokens_RN=padded([tree.tokens_N for tree in trees], 0),
+            parents_RN=padded([tree.parents_N for tree in trees], -1),
+            depths_RN=padded([tree.depths_N for tree in trees], 0),
+            num_nodes_R=torch.tensor([len(tree) for tree in trees]),
+        )
+
+    def sight(self, lengths_R: Tensor) -> Tensor:
+        """Return mask_RNL of a forward: each node sees its row's first `lengths` slots and, behind them, its path."""
+        R, N = self.tokens_RN.shape
+        tree_RNN = ancestor_mask(self.parents_RN, self.num_nodes_R)
+        if R == 1:
+            return torch.cat((torch.ones(1, N, int(lengths_R[0]), dtype=torch.bool), tree_RNN), dim=2)
+        tree_RNN = tree_RNN | torch.eye(N, dtype=torch.bool)
+        slots_L = torch.arange(int(lengths_R.max()) + N)
+        mask_RNL = (slots_L < lengths_R[:, None])[:, None].repeat(1, N, 1)
+        return mask_RNL.scatter_(2, (lengths_R[:, None] + torch.arange(N))[:, None].expand(-1, N, -1), tree_RNN)

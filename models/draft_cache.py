@@ -2,7 +2,8 @@
 
 `commit` appends slots for good (causal among themselves); `draft` appends tree nodes that see the committed slots and
 the nodes named in their mask; `discard_tree` forgets the nodes. After any round the cache equals a fresh pass over the
-accepted text, because tree keys are never kept.
+accepted text, because tree keys are never kept. Rows have their own lengths; a commit of different counts is padded
+behind, and the padding lies in slots that the row's next keys overwrite before anything sees them.
 """
 
 import torch
@@ -11,49 +12,99 @@ from torch import Tensor
 
 
 class DraftCache:
-    """A batch-1 draft cache of fixed capacity (in slots plus tree nodes)."""
+    """A draft cache of `batch` rows of fixed capacity (in slots plus tree nodes)."""
 
     def __init__(
-        self, *, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self, *, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> None:
-        self.keys = torch.zeros(1, kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self.keys = torch.zeros(batch, kv_heads, capacity, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.length = 0
+        self.lengths = [0] * batch
         self.tree_length = 0
-        self._mask_TL: Tensor | None = None
+        self._mask_RTL: Tensor | None = None
+        self._first = 0
+        self._starts: list[int] = []
         self._new = 0
 
-    def commit(self, count: int) -> None:
-        """Announce that the next step appends `count` committed slots, each seeing all slots up to itself."""
-        assert self.tree_length == 0, "discard the tree before committing slots"
-        slots = torch.arange(self.length + count, device=self.keys.device)
-        self._mask_TL = slots[None, :] <= slots[self.length :, None]
-        self._new = count
-        self.length += count
+    def commit(self, *counts: int, first: int = 0) -> None:
+        """Announce that the next step appends counts[r] committed slots to row first + r, each seeing all up to itself.
 
-    def draft(self, tree_mask_TN: Tensor) -> None:
-        """Announce that the next step appends T tree nodes; `tree_mask_TN` says which of all N tree nodes each sees."""
-        T, N = tree_mask_TN.shape
+        The step takes max(counts) slots per row, the surplus behind.
+        """
+        assert self.tree_length == 0, "discard the tree before committing slots"
+        starts = self.lengths[first : first + len(counts)]
+        assert len(starts) == len(counts), "more rows than the cache has"
+        self._announce(first, starts, max(counts))
+        slots_L = torch.arange(max(starts) + self._new, device=self.keys.device)
+        last_RT = torch.tensor(starts, device=slots_L.device)[:, None] + slots_L[: self._new]
+        self._mask_RTL = slots_L <= last_RT[:, :, None]
+        for r, count in enumerate(counts):
+            self.lengths[first + r] += count
+
+    def draft(self, tree_mask_TN: Tensor, *, rows: int = 1) -> None:
+        """Announce that the next step appends T tree nodes to the first rows.
+
+        `tree_mask_TN` ([T, N] for every row, or [rows, T, N]) says which of all N tree nodes each sees.
+        """
+        mask_RTN = tree_mask_TN.expand(rows, -1, -1)
+        T, N = mask_RTN.shape[1:]
         assert T + self.tree_length == N, f"mask covers {N} tree nodes, the cache will hold {self.tree_length + T}"
-        prefix = torch.ones(T, self.length, dtype=torch.bool, device=self.keys.device)
-        self._mask_TL = torch.cat((prefix, tree_mask_TN), dim=1)
-        self._new = T
+        lengths = self.lengths[:rows]
+        self._announce(0, [length + self.tree_length for length in lengths], T)
+        if rows == 1:
+            prefix = torch.ones(1, T, lengths[0], dtype=torch.bool, device=self.keys.device)
+            self._mask_RTL = torch.cat((prefix, mask_RTN), dim=2)
+        else:
+            lengths_R = torch.tensor(lengths, device=self.keys.device)
+            slots_L = torch.arange(max(lengths) + N, device=self.keys.device)
+            mask = (slots_L < lengths_R[:, None])[:, None].repeat(1, T, 1)
+            nodes_RN = lengths_R[:, None] + torch.arange(N, device=slots_L.device)
+            self._mask_RTL = mask.scatter_(2, nodes_RN[:, None].expand(-1, T, -1), mask_RTN)
         self.tree_length += T
 
     def discard_tree(self) -> None:
         """Forget all tree nodes."""
         self.tree_length = 0
 
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy one row over another and leave the source empty."""
+        self.keys[destination], self.values[destination] = self.keys[source], self.values[source]
+        self.lengths[destination], self.lengths[source] = self.lengths[source], 0
+
+    def grow(self, *, batch: int, capacity: int) -> None:
+        """Make room for at least `batch` rows of `capacity` slots, keeping what is there."""
+        B, G, L, d = self.keys.shape
+        if batch <= B and capacity <= L:
+            return
+        for name in ("keys", "values"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(max(batch, B), G, max(capacity, L), d)
+            new[:B, :, :L] = old
+            setattr(self, name, new)
+        self.lengths += [0] * (batch - B)
+
     def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
         """Store the announced keys and return the attention output_BHTd under the announced mask."""
-        assert self._mask_TL is not None, "call commit() or draft() before each step"
-        assert k_BGTd.shape[2] == self._new
-        end = self.length + self.tree_length
+        assert self._mask_RTL is not None, "call commit() or draft() before each step"
+        T, R = self._new, len(self._starts)
+        assert k_BGTd.shape[2] == T
+        end = max(self._starts) + T
         if end > self.keys.shape[2]:
             raise RuntimeError(f"draft cache of {self.keys.shape[2]} slots is full at {end}")
-        self.keys[:, :, end - self._new : end] = k_BGTd
-        self.values[:, :, end - self._new : end] = v_BGTd
-        mask, self._mask_TL = self._mask_TL, None
+        rows = slice(self._first, self._first + R)
+        if len(set(self._starts)) == 1:
+            self.keys[rows, :, end - T : end] = k_BGTd
+            self.values[rows, :, end - T : end] = v_BGTd
+        else:
+            device = self.keys.device
+            row_R1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
+            slots_RT = torch.tensor(self._starts, device=device)[:, None] + torch.arange(T, device=device)
+            self.keys[row_R1, :, slots_RT] = k_BGTd.transpose(1, 2)
+            self.values[row_R1, :, slots_RT] = v_BGTd.transpose(1, 2)
+        mask, self._mask_RTL = self._mask_RTL, None
         return F.scaled_dot_product_attention(
-            q_BHTd, self.keys[:, :, :end], self.values[:, :, :end], attn_mask=mask, enable_gqa=True
+            q_BHTd, self.keys[rows, :, :end], self.values[rows, :, :end], attn_mask=mask[:, None], enable_gqa=True
         )
+
+    def _announce(self, first: int, starts: list[int], count: int) -> None:
+        self._first, self._starts, self._new = first, starts, count

@@ -1,7 +1,8 @@
 """The target's KV cache: one preallocated buffer per layer, written at named slots, read up to the furthest one.
 
-One class serves both users of the target: the engine (append a tree, keep the accepted path, drop the rest) and batched
-synthesis (every row at its own length). Who may see what is decided by the mask of the forward, never by the cache.
+One class serves all users of the target: the engine (append trees, keep the accepted paths, drop the rest, rows at
+their own lengths) and batched synthesis. Who may see what is decided by the mask of the forward, never by the cache:
+layers with a sliding window keep everything and are masked (`Target.forward`).
 """
 
 from typing import Any
@@ -12,6 +13,23 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from eyas.models.errors import UserError
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of the two kinds of layers we serve
+
+
+def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return FULL or SLIDING for each layer of a target; raises UserError for any other kind of layer."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    named = getattr(config, "layer_types", None)
+    kinds = tuple(named) if named else (SLIDING if window else FULL,) * config.num_hidden_layers
+    local = getattr(config, "attention_layers", None)  # GPT-Neo masks some of its layers by itself
+    if set(kinds) - {FULL, SLIDING} or local or (SLIDING in kinds and not window):
+        found = ", ".join(sorted({*kinds, *(local or ())}))
+        raise UserError(
+            f"this target's attention is {found} with sliding window {window}; the bundled runtime serves targets "
+            "whose layers are all full attention or sliding windows."
+        )
+    return kinds
 
 
 class _Layer(CacheLayerMixin):
@@ -26,9 +44,10 @@ class _Layer(CacheLayerMixin):
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.is_initialized = True
+        self.rows: slice | Tensor = slice(None)
         self.start: int | None = 0
-        self.slots_BT: Tensor | None = None
-        self.rows_B: Tensor | None = None
+        self.index_R1: Tensor | None = None
+        self.slots_RT: Tensor | None = None
         self.visible = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,16 +64,12 @@ class _Layer(CacheLayerMixin):
                 )
         if self.start is not None:
             span = slice(self.start, self.start + key_states.shape[2])
-            self.keys[:, :, span] = key_states
-            self.values[:, :, span] = value_states
-            return self.keys[:, :, : self.visible], self.values[:, :, : self.visible]
-        assert self.slots_BT is not None
-        rows = self.rows_B
-        index_B1 = torch.arange(len(self.keys), device=self.keys.device)[:, None] if rows is None else rows[:, None]
-        self.keys[index_B1, :, self.slots_BT] = key_states.transpose(1, 2)
-        self.values[index_B1, :, self.slots_BT] = value_states.transpose(1, 2)
-        chosen = slice(None) if rows is None else rows
-        return self.keys[chosen, :, : self.visible], self.values[chosen, :, : self.visible]
+            self.keys[self.rows, :, span] = key_states
+            self.values[self.rows, :, span] = value_states
+        else:
+            self.keys[self.index_R1, :, self.slots_RT] = key_states.transpose(1, 2)
+            self.values[self.index_R1, :, self.slots_RT] = value_states.transpose(1, 2)
+        return self.keys[self.rows, :, : self.visible], self.values[self.rows, :, : self.visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.visible, 0
@@ -66,25 +81,14 @@ class _Layer(CacheLayerMixin):
         return int(self.keys.shape[2])
 
 
-def check_full_attention(config: PreTrainedConfig) -> None:
-    """Raise UserError unless every layer of a target is standard full attention."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if kinds != {"full_attention"} or window:
-        raise UserError(
-            f"this target's attention is {', '.join(sorted(kinds))} with sliding window {window}; the bundled runtime "
-            "serves targets whose layers are all full attention."
-        )
-
-
 class KVCache(Cache):
     """A preallocated cache for `batch` rows of up to `capacity` tokens."""
 
     def __init__(
         self, config: PreTrainedConfig, *, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raise UserError for targets whose layers are not all standard full attention."""
-        check_full_attention(config)
+        """Raise UserError for targets whose layers are not all standard attention, full or with a sliding window."""
+        attention_kinds(config)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -93,31 +97,61 @@ class KVCache(Cache):
         super().__init__(layers=list(self.buffers))
         self.capacity = capacity
 
-    def write_at(self, start: int, count: int) -> None:
-        """Send the next forward's keys of every row to slots start .. start+count-1."""
-        if start + count > self.capacity:
-            raise RuntimeError(f"KV cache of {self.capacity} tokens is full: asked for {start + count}")
-        for layer in self.buffers:
-            layer.start, layer.visible = start, start + count
+    @property
+    def visible(self) -> int:
+        """Slots that the announced forward reads."""
+        return self.buffers[0].visible
 
-    def write_rows_at(self, rows_R: Tensor | None, slots_RT: Tensor) -> None:
-        """Send the next forward's keys of rows `rows_R` (None: every row, read in place) to their own slots_RT."""
-        visible = int(slots_RT.max()) + 1
-        if visible > self.capacity:
-            raise RuntimeError(f"KV cache of {self.capacity} tokens is full: asked for {visible}")
+    def write_at(self, start: int, count: int, *, rows: slice = slice(None)) -> None:
+        """Send the next forward's keys of some rows (default: every row) to slots start .. start+count-1."""
+        self._check(start + count)
         for layer in self.buffers:
-            layer.start, layer.rows_B, layer.slots_BT, layer.visible = None, rows_R, slots_RT, visible
+            layer.rows, layer.start, layer.visible = rows, start, start + count
+
+    def write_rows_at(self, rows: Tensor | slice | None, slots_RT: Tensor) -> None:
+        """Send the next forward's keys to each row's own slots_RT.
+
+        `rows`: row indices (their keys are copied to be read) or a slice (None: all), which is read in place.
+        """
+        visible = int(slots_RT.max()) + 1
+        self._check(visible)
+        chosen = slice(None) if rows is None else rows
+        index_R = chosen if isinstance(chosen, Tensor) else torch.arange(len(self.buffers[0].keys))[chosen]
+        index_R1 = index_R.to(slots_RT.device)[:, None]
+        for layer in self.buffers:
+            layer.rows, layer.start, layer.visible = chosen, None, visible
+            layer.index_R1, layer.slots_RT = index_R1, slots_RT
 
     def select_rows(self, rows_R: Tensor) -> None:
         """Keep only the given batch rows, in the given order."""
         for layer in self.buffers:
             layer.keys, layer.values = layer.keys[rows_R].contiguous(), layer.values[rows_R].contiguous()
 
-    def keep_path(self, start: int, path_P: Tensor) -> None:
-        """Move the keys at slots start + path (ascending) to start, start+1, ...: the accepted path, in place."""
-        if torch.equal(path_P, torch.arange(len(path_P), device=path_P.device)):
-            return
-        source = start + path_P
+    def move_row(self, source: int, destination: int) -> None:
+        """Copy one row's keys over another's."""
         for layer in self.buffers:
-            layer.keys[:, :, start : start + len(path_P)] = layer.keys[:, :, source]
-            layer.values[:, :, start : start + len(path_P)] = layer.values[:, :, source]
+            layer.keys[destination], layer.values[destination] = layer.keys[source], layer.values[source]
+
+    def move(self, rows_M: Tensor, sources_M: Tensor, destinations_M: Tensor) -> None:
+        """Move keys within their rows, all at once: the accepted paths, in place."""
+        for layer in self.buffers:
+            layer.keys[rows_M, :, destinations_M] = layer.keys[rows_M, :, sources_M]
+            layer.values[rows_M, :, destinations_M] = layer.values[rows_M, :, sources_M]
+
+    def grow(self, *, batch: int, capacity: int) -> None:
+        """Make room for at least `batch` rows of `capacity` tokens, keeping what is there."""
+        B, G, L, d = self.buffers[0].keys.shape
+        if batch <= B and capacity <= L:
+            return
+        shape = (max(batch, B), G, max(capacity, L), d)
+        for layer in self.buffers:
+            for name in ("keys", "values"):
+                old: Tensor = getattr(layer, name)
+                new = old.new_zeros(shape)
+                new[:B, :, :L] = old
+                setattr(layer, name, new)
+        self.capacity = shape[2]
+
+    def _check(self, wanted: int) -> None:
+        if wanted > self.capacity:
+            raise RuntimeError(f"KV cache of {self.capacity} tokens is full: asked for {wanted}")

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 from eyas.models.head_config import check_aux_layers
-from eyas.models.kv_cache import KVCache
+from eyas.models.kv_cache import FULL, SLIDING, KVCache, attention_kinds
 from eyas.models.packed_linear import pack_linears
 from eyas.models.target_head import TargetHead
 from eyas.models.target_loading import DeviceMap, find_decoder, load_model
@@ -54,6 +55,28 @@ class Target:
                 "cannot be placed; eyas serves targets with rotary or learned positions."
             )
         self._cache_name = "cache" if "cache" in takes else "past_key_values"
+
+    @cached_property
+    def attention_kinds(self) -> tuple[str, ...]:
+        """The kind of attention of each layer; raises UserError where the bundled runtime cannot serve one."""
+        implementation = self.config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise UserError(
+                f"this model attends by {implementation!r}, which takes no mask of a draft tree's paths; load it with "
+                "attn_implementation sdpa or eager."
+            )
+        return attention_kinds(self.config)
+
+    @property
+    def position_limit(self) -> int:
+        """Positions that one request may use.
+
+        LongRoPE turns the whole forward by other frequencies as soon as one token lies past the original length: the
+        keys that are already cached, and other requests' tokens, would not fit it any more.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+        return int(original or self.config.max_position_embeddings)
 
     @classmethod
     def load(
@@ -104,12 +127,15 @@ class Target:
         *,
         position_ids_BT: Tensor | None = None,
         mask_B1TL: Tensor | None = None,
+        key_positions_BL: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> TargetOutput:
         """Return aux and final states of the tokens.
 
         Without a mask attention is causal (right padding is then harmless); `mask_B1TL` is boolean, true where token
-        t may see cache slot l. Announce cache slots with `cache.write_at` first.
+        t may see cache slot l, windows left aside. Layers with a sliding window narrow it by position; where the
+        position in a slot is not the slot's number (tree nodes), give `key_positions_BL`. Announce cache slots with
+        `cache.write_at` first.
         """
         if position_ids_BT is None:
             position_ids_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)[None]
@@ -117,13 +143,41 @@ class Target:
             out = self.decoder(
                 input_ids=input_ids_BT,
                 position_ids=position_ids_BT,
-                attention_mask=mask_B1TL,
+                attention_mask=self._masks(mask_B1TL, position_ids_BT, key_positions_BL, cache),
                 use_cache=cache is not None,
                 **{self._cache_name: cache},
             )
         final = out.last_hidden_state
         aux = torch.cat([taps[k].to(final.device) for k in self.aux_layers], -1) if self.aux_layers else final[..., :0]
         return TargetOutput(aux_hidden_BTF=aux, final_hidden_BTD=final)
+
+    def _masks(
+        self,
+        mask_B1TL: Tensor | None,
+        positions_BT: Tensor,
+        key_positions_BL: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor | dict[str, Tensor] | None:
+        """Return the mask in the form the decoder takes: one, or one per kind of layer where it has both."""
+        kinds = set(self.attention_kinds) if cache is not None or mask_B1TL is not None else set()
+        eager = self.config._attn_implementation == "eager"
+        if mask_B1TL is None:
+            if cache is None or (kinds == {FULL} and not eager):
+                return None  # causal, as the library does it best
+            mask_B1TL = torch.arange(cache.visible, device=positions_BT.device) <= positions_BT[:, None, :, None]
+        masks = {FULL: mask_B1TL}
+        if SLIDING in kinds:
+            if key_positions_BL is None:
+                key_positions_BL = torch.arange(mask_B1TL.shape[-1], device=mask_B1TL.device)[None]
+            distance_B1TL = positions_BT[:, None, :, None] - key_positions_BL[:, None, None, :]
+            masks[SLIDING] = mask_B1TL & (distance_B1TL < self.config.sliding_window)
+        if eager:  # adds its mask to the scores
+            lowest = torch.finfo(self.dtype).min
+            masks = {
+                kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, lowest)
+                for kind, mask in masks.items()
+            }
+        return masks if len(kinds) == 2 else masks[kinds.pop()]
 
     @contextmanager
     def _tapped(self) -> Iterator[dict[int, Tensor]]:

@@ -10,6 +10,7 @@ BENCHES = {
     "extract": "eyas.scripts.bench_extract",
     "generate": "eyas.scripts.bench_generate",
     "train": "eyas.scripts.bench_train",
+    "decode": "eyas.scripts.bench_decode",
 }
 
 

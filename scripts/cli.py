@@ -8,7 +8,7 @@ import sys
 import typer
 
 from eyas.models.errors import CheckFailed, UserError
-from eyas.scripts import doctor, export, import_head, plan, preview, push, run, verify_engine
+from eyas.scripts import chat, doctor, export, generate, import_head, plan, preview, push, run, verify_engine
 from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -29,6 +29,8 @@ app.command("import")(import_head.import_verb)
 app.command("doctor")(doctor.doctor)
 app.command("push")(push.push)
 app.command("verify-engine")(verify_engine.verify_engine)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 add_bench_verbs(app)
 
 

@@ -14,7 +14,7 @@ from eyas.inference.draft import DynamicTree
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_for
-from eyas.models.kv_cache import check_full_attention
+from eyas.models.kv_cache import attention_kinds
 from eyas.models.target import Target, model_fingerprint
 from eyas.train.progress import Reporter
 from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, source_hash
@@ -102,7 +102,7 @@ class RunContext:
 
     def check(self) -> None:
         """Raise UserError for anything in the recipe that does not fit its target or its files, before any work."""
-        check_full_attention(self.target_config)
+        attention_kinds(self.target_config)
         _ = self.device, self.head_config  # both raise where the recipe asks for what is not there
         evaluation = self.recipe.evaluate
         DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)

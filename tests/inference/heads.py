@@ -94,6 +94,59 @@ class FixedHead(Eagle3Head):
         return feature, self.fixed_logits_U.expand_as(logits)
 
 
+class TableHead(Eagle3Head):
+    """An oracle of several texts at once; wrong at every third position when `flawed`.
+
+    It tells from the target's states which text a row holds and passes that on in the first number of its feature, so
+    rows may stand in any order and have any length.
+    """
+
+    texts: list[list[int]]
+    states_SF: Tensor  # the target's aux states of all texts
+    owner_S: Tensor  # which text each belongs to
+    flawed = False
+
+    def fuse(self, aux_hidden_BTF: Tensor) -> Tensor:
+        feature_BTD = super().fuse(aux_hidden_BTF)
+        nearest_BT = torch.cdist(aux_hidden_BTF, self.states_SF[None]).argmin(-1)
+        return torch.cat((self.owner_S[nearest_BT][..., None], feature_BTD[..., 1:]), dim=-1)
+
+    def step(
+        self,
+        feature_BTD: Tensor,
+        token_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        context: Attend,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        feature, _ = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
+        feature = torch.cat((feature_BTD[..., :1], feature[..., 1:]), dim=-1)
+        owners = feature_BTD[..., 0].round().long().flatten().tolist()
+        known = []
+        for owner, p in zip(owners, position_ids_BT.expand_as(token_ids_BT).flatten().tolist(), strict=True):
+            text = self.texts[owner]
+            right = text[p + 2] if p + 2 < len(text) else 0
+            known.append((right + (self.flawed and p % 3 == 0)) % self.config.vocab_size)
+        logits = 20.0 * nn.functional.one_hot(torch.tensor(known), self.config.vocab_size).float()
+        return feature, logits[logits_at] if logits_at is not None else logits.view(*token_ids_BT.shape, -1)
+
+
+def table_head(target: Target, texts: list[list[int]], *, flawed: bool = False, seed: int = 3) -> TableHead:
+    """Return the oracle of some texts."""
+    torch.manual_seed(seed)
+    config = head_config_for(
+        target.config, aux_layers=target.aux_layers, draft_vocab_size=target.vocab_size, intermediate_size=56
+    )
+    head = TableHead(config)
+    init_random(head, std=0.3)
+    head.use_embedding(target.embedding)
+    states = [target.forward(torch.tensor([text])).aux_hidden_BTF[0] for text in texts]
+    head.texts, head.flawed, head.states_SF = texts, flawed, torch.cat(states)
+    head.owner_S = torch.cat([torch.full((len(rows),), float(owner)) for owner, rows in enumerate(states)])
+    return head.eval()
+
+
 def knowing_head(kind: type[OracleHead], target: Target, text: list[int], *, seed: int = 3) -> OracleHead:
     """Return a head of a kind that knows a text, with random weights."""
     torch.manual_seed(seed)

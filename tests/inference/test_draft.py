@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from eyas.inference.draft import TREES, ChainTree, DynamicTree, EagleDrafter, TreeMaker
+from eyas.inference.draft import TREES, ChainTree, DynamicTree, StaticTree, TreeMaker
+from eyas.inference.eagle_drafter import EagleDrafting
+from eyas.inference.sampling import Sampling
 from eyas.inference.tree import DraftTree
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
+from eyas.models.target import TargetOutput
 from eyas.tests.inference.heads import TiedHead, feature_row, fixed_head, greedy, knowing_head, random_prompt, soften
 from eyas.tests.toys import oracle_head, tiny_head, tiny_target
 
@@ -16,6 +19,7 @@ TARGET = tiny_target()
 PROMPT = random_prompt(6, seed=4)
 ROW = feature_row(TARGET, PROMPT, greedy(TARGET, PROMPT, 20))
 SLOTS = 9  # committed slots; the root is token 9
+SPIKY = ((0,), (2,), (4,), (2, 1), (2, 0), (4, 3), (2, 1, 0), (2, 1, 1), (4, 3, 2), (2, 1, 1, 0))
 MAKERS: dict[str, list[TreeMaker]] = {
     "chain": [ChainTree(1), ChainTree(4)],
     "dynamic": [
@@ -25,6 +29,7 @@ MAKERS: dict[str, list[TreeMaker]] = {
         DynamicTree(4, 1, 4),
         DynamicTree(4, 3, 30),  # the whole pool
     ],
+    "static": [StaticTree(), StaticTree(SPIKY), StaticTree(((1,),))],
 }
 ALL = [maker for makers in MAKERS.values() for maker in makers]
 
@@ -37,24 +42,38 @@ class Candidate:
     score: float
 
 
-def drafter_for(head: Eagle3Head) -> EagleDrafter:
-    """Return a drafter with the row's first slots committed."""
+def states(*slots: int) -> TargetOutput:
+    """Return the target's states of the row's first slots, once per given count, padded behind."""
+    longest = max(slots)
+    return TargetOutput(
+        ROW.aux_hidden_TF[:longest].expand(len(slots), -1, -1), ROW.final_hidden_TD[:longest].expand(len(slots), -1, -1)
+    )
+
+
+def drafting_for(head: Eagle3Head, *slots: int, maker: TreeMaker | None = None) -> EagleDrafting:
+    """Return a drafting state whose rows have the row's first slots committed (default: one row)."""
+    slots = slots or (SLOTS,)
     head.use_embedding(TARGET.embedding)
-    drafter = EagleDrafter(head, capacity=SLOTS + 60)
-    drafter.extend(ROW.aux_hidden_TF[:SLOTS], ROW.input_ids_T[1 : SLOTS + 1])
-    return drafter
+    drafting = EagleDrafting(head, maker or ChainTree(60))
+    drafting.join([tuple(ROW.input_ids_T.tolist())] * len(slots), [Sampling()] * len(slots), capacity=max(slots))
+    drafting.extend(0, [ROW.input_ids_T[1 : count + 1].tolist() for count in slots], states(*slots))
+    return drafting
+
+
+def draw(maker: TreeMaker, head: Eagle3Head, root: int = 5) -> DraftTree:
+    """Return the tree that a maker draws behind the committed slots."""
+    (tree,) = drafting_for(head, maker=maker).draft([root])
+    return tree
 
 
 def log_probabilities(head: Eagle3Head, path: tuple[int, ...]) -> list[tuple[int, float]]:
     """Return (target id, log-probability) of every child of a path, drafting that one path from scratch."""
-    drafter = drafter_for(head)
-    assert drafter.feature_D is not None
-    assert drafter.logits_U is not None
-    features, logits = drafter.feature_D[None], drafter.logits_U
+    drafting = drafting_for(head)
+    features, logits = drafting.features_RD[None], drafting.logits_RU[0]
     for depth, token in enumerate(path, start=1):
-        seen = torch.ones(1, depth, dtype=torch.bool)
-        features, rows = drafter.expand(features, torch.tensor([token]), depth=depth, tree_mask_KN=seen)
-        logits = rows[0]
+        seen = torch.ones(1, 1, depth, dtype=torch.bool)
+        features, rows = drafting.expand(features, torch.tensor([[token]]), depth=depth, tree_mask_RKN=seen)
+        logits = rows[0, 0]
     ids = head.to_target_ids(torch.arange(len(logits))).tolist()
     return list(zip(ids, torch.log_softmax(logits, -1).tolist(), strict=True))
 
@@ -88,7 +107,7 @@ def test_a_dynamic_tree_is_the_best_of_all_candidates(maker: DynamicTree, size: 
     head = soften(tiny_head(TARGET, draft_vocab_size=size))
     expected, pool = brute_force(head, maker)
     assert len(pool) == maker.top_k + (maker.depth - 1) * maker.top_k**2
-    found = candidates(maker.make(drafter_for(head), 5))
+    found = candidates(draw(maker, head))
     assert [c.path for c in found] == [c.path for c in expected]
     assert [c.score for c in found] == pytest.approx([c.score for c in expected], abs=1e-4)
     if maker.top_k > 1 and maker.depth > 1:
@@ -99,7 +118,7 @@ def test_a_dynamic_tree_is_the_best_of_all_candidates(maker: DynamicTree, size: 
 def test_the_whole_pool_is_a_tree() -> None:
     head = tiny_head(TARGET)
     maker = DynamicTree(3, 3, 21)
-    tree = maker.make(drafter_for(head), 5)
+    tree = draw(maker, head)
     assert len(tree) == maker.max_nodes == 22
     assert tree.depths_N.bincount().tolist() == [1, 3, 9, 9]
     with pytest.raises(UserError):
@@ -112,7 +131,7 @@ def test_a_chain_is_the_heads_own_greedy_continuation() -> None:
     for depth in range(1, 6):
         token, logp = max(log_probabilities(head, path), key=lambda child: child[1])
         path, score = (*path, token), score + logp
-        tree = ChainTree(depth).make(drafter_for(head), 5)
+        tree = draw(ChainTree(depth), head)
         assert tree.tokens_N.tolist() == [5, *path]
         assert tree.parents_N.tolist() == list(range(-1, depth))
         assert float(tree.scores_N[-1]) == pytest.approx(score, abs=1e-4)
@@ -121,22 +140,24 @@ def test_a_chain_is_the_heads_own_greedy_continuation() -> None:
 @pytest.mark.parametrize("maker", ALL, ids=str)
 def test_a_tree_of_width_one_is_the_chain_and_every_tree_holds_its_start(maker: TreeMaker) -> None:
     head = tiny_head(TARGET)
-    chain = ChainTree(maker.depth).make(drafter_for(head), 5).tokens_N.tolist()
-    tree = maker.make(drafter_for(head), 5)
+    chain = draw(ChainTree(maker.depth), head).tokens_N.tolist()
+    tree = draw(maker, head)
     assert tree.tokens_N[0] == 5
-    assert int(tree.tokens_N[1]) == chain[1]  # the best first draft, always the first node
-    if isinstance(maker, ChainTree) or maker.top_k == 1:
+    if not isinstance(maker, StaticTree) or (0,) in maker.paths:
+        assert int(tree.tokens_N[1]) == chain[1]  # the best first draft, always the first node
+    if isinstance(maker, ChainTree) or (isinstance(maker, DynamicTree) and maker.top_k == 1):
         assert tree.tokens_N.tolist() == chain
 
 
 @pytest.mark.parametrize("maker", ALL, ids=str)
 def test_drafting_leaves_the_committed_slots_as_they_were(maker: TreeMaker) -> None:
-    drafter = drafter_for(tiny_head(TARGET))
-    keys, values = drafter.cache.keys[:, :, :SLOTS].clone(), drafter.cache.values[:, :, :SLOTS].clone()
-    first, second = (maker.make(drafter, 5) for _ in range(2))
-    assert (drafter.cache.length, drafter.cache.tree_length) == (SLOTS, 0)
-    assert torch.equal(drafter.cache.keys[:, :, :SLOTS], keys)
-    assert torch.equal(drafter.cache.values[:, :, :SLOTS], values)
+    drafting = drafting_for(tiny_head(TARGET), maker=maker)
+    cache = drafting.cache
+    keys, values = cache.keys[:, :, :SLOTS].clone(), cache.values[:, :, :SLOTS].clone()
+    first, second = (drafting.draft([5])[0] for _ in range(2))
+    assert (cache.lengths, cache.tree_length) == ([SLOTS], 0)
+    assert torch.equal(cache.keys[:, :, :SLOTS], keys)
+    assert torch.equal(cache.values[:, :, :SLOTS], values)
     assert candidates(first) == candidates(second)
     assert len(first) <= maker.max_nodes
     assert first.depth <= maker.depth
@@ -144,24 +165,42 @@ def test_drafting_leaves_the_committed_slots_as_they_were(maker: TreeMaker) -> N
 
 @pytest.mark.parametrize("maker", ALL, ids=str)
 def test_a_cache_of_the_stated_scratch_is_enough_and_one_slot_less_is_not(maker: TreeMaker) -> None:
-    head = tiny_head(TARGET)
-    for spare, fits in ((0, True), (-1, False)):
-        needed = maker.scratch if isinstance(maker, DynamicTree) else maker.scratch - 1
-        drafter = EagleDrafter(head, capacity=SLOTS + max(needed, 0) + spare)
-        if needed == 0 and not fits:
-            continue
-        drafter.extend(ROW.aux_hidden_TF[:SLOTS], ROW.input_ids_T[1 : SLOTS + 1])
-        if fits:
-            maker.make(drafter, 5)
-        else:
-            with pytest.raises(RuntimeError, match=r"draft cache of \d+ slots is full"):
-                maker.make(drafter, 5)
+    drafting = drafting_for(tiny_head(TARGET), maker=maker)
+    cache = drafting.cache
+    cache.keys, cache.values = (whole[:, :, : SLOTS + maker.scratch] for whole in (cache.keys, cache.values))
+    drafting.draft([5])
+    if maker.scratch:
+        cache.keys, cache.values = cache.keys[:, :, :-1], cache.values[:, :, :-1]
+        with pytest.raises(RuntimeError, match=r"draft cache of \d+ slots is full"):
+            drafting.draft([5])
+
+
+@pytest.mark.parametrize("maker", ALL, ids=str)
+def test_rows_of_different_lengths_are_drafted_together_as_each_alone(maker: TreeMaker) -> None:
+    head = soften(tiny_head(TARGET))
+    counts = (3, 9, 1, 5)
+    together = drafting_for(head, *counts, maker=maker)
+    for count, tree in zip(counts, together.draft([5, 6, 7, 8]), strict=True):
+        (alone,) = drafting_for(head, count, maker=maker).draft([int(tree.tokens_N[0])])
+        assert [c.path for c in candidates(tree)] == [c.path for c in candidates(alone)]
+        torch.testing.assert_close(tree.scores_N, alone.scores_N, rtol=1e-4, atol=1e-4)
+    # Rows go on by different numbers of slots, one leaves, and the last takes its place.
+    together.leave(1)
+    again = [4, 2, 1]  # counts are 3, 5, 1 now
+    ids = ROW.input_ids_T.tolist()
+    follow = [ids[3 + 1 : 3 + 1 + again[0]], ids[5 + 1 : 5 + 1 + again[1]], ids[1 + 1 : 1 + 1 + again[2]]]
+    more = [ROW.aux_hidden_TF[start : start + 4] for start in (3, 5, 1)]
+    together.extend(0, follow, TargetOutput(torch.stack(more), torch.zeros(3, 4, 1)))
+    for count, tree in zip((7, 7, 2), together.draft([1, 2, 3]), strict=True):
+        (alone,) = drafting_for(head, count, maker=maker).draft([int(tree.tokens_N[0])])
+        assert [c.path for c in candidates(tree)] == [c.path for c in candidates(alone)]
+        torch.testing.assert_close(tree.scores_N, alone.scores_N, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("maker", MAKERS["dynamic"], ids=str)
 def test_with_probability_one_a_child_ties_with_its_parent_and_the_tree_stays_whole(maker: DynamicTree) -> None:
     text = ROW.input_ids_T.tolist()
-    tree = maker.make(drafter_for(knowing_head(TiedHead, TARGET, text)), text[SLOTS])
+    tree = draw(maker, knowing_head(TiedHead, TARGET, text), text[SLOTS])
     assert len(tree) == maker.max_nodes
     found = candidates(tree)
     best = [c.path for c in found if c.score == 0.0]
@@ -172,7 +211,7 @@ def test_with_probability_one_a_child_ties_with_its_parent_and_the_tree_stays_wh
 
 @pytest.mark.parametrize("maker", MAKERS["dynamic"], ids=str)
 def test_with_uniform_drafts_all_of_a_level_ties_and_upper_levels_come_first(maker: DynamicTree) -> None:
-    tree = maker.make(drafter_for(fixed_head(TARGET, torch.zeros(97))), 5)
+    tree = draw(maker, fixed_head(TARGET, torch.zeros(97)))
     assert len(tree) == maker.max_nodes
     per_level = [maker.top_k] + [maker.top_k**2] * (maker.depth - 1)
     expected, left = [1], maker.num_draft_tokens
@@ -184,20 +223,20 @@ def test_with_uniform_drafts_all_of_a_level_ties_and_upper_levels_come_first(mak
 
 
 def test_siblings_never_repeat_a_token() -> None:
-    tree = DynamicTree(4, 6, 40).make(drafter_for(tiny_head(TARGET)), 5)
+    tree = draw(DynamicTree(4, 6, 40), tiny_head(TARGET))
     pairs = list(zip(tree.parents_N.tolist(), tree.tokens_N.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_takes_all_of_it() -> None:
-    tree = DynamicTree(2, 8, 20).make(drafter_for(tiny_head(TARGET, draft_vocab_size=3)), 5)
+    tree = draw(DynamicTree(2, 8, 20), tiny_head(TARGET, draft_vocab_size=3))
     assert tree.depths_N.bincount().tolist() == [1, 3, 9]
 
 
-@pytest.mark.parametrize("maker", ALL, ids=str)
+@pytest.mark.parametrize("maker", [*MAKERS["chain"], *MAKERS["dynamic"], StaticTree()], ids=str)
 def test_an_oracle_fills_the_longest_path(maker: TreeMaker) -> None:
     text = ROW.input_ids_T.tolist()
-    tree = maker.make(drafter_for(oracle_head(TARGET, text)), text[SLOTS])
+    tree = draw(maker, oracle_head(TARGET, text), text[SLOTS])
     deepest = int(tree.depths_N.argmax())
     path = tree.tokens_N[tree.ancestors_NN[deepest]].tolist()
     assert path == text[SLOTS : SLOTS + 1 + len(path) - 1]
@@ -206,10 +245,12 @@ def test_an_oracle_fills_the_longest_path(maker: TreeMaker) -> None:
 
 def test_candidates_are_made_on_the_heads_device() -> None:
     """Under another default device, a tensor made without naming its device would meet the head's and fail."""
-    drafter = drafter_for(tiny_head(TARGET))
-    expected = DynamicTree(3, 4, 12)._candidates(drafter)
+    drafting = drafting_for(tiny_head(TARGET))
+    expected = DynamicTree(3, 4, 12)._candidates(drafting)
+    drafting.cache.discard_tree()
+    drafting.head.to("cpu")
     with torch.device("meta"):
-        found = DynamicTree(3, 4, 12)._candidates(drafter)
+        found = DynamicTree(3, 4, 12)._candidates(drafting)
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
 

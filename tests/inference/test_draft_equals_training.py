@@ -13,9 +13,12 @@ from torch import Tensor
 
 from eyas.data.feature_batch import FeatureBatch, collate
 from eyas.data.feature_row import FeatureRow
-from eyas.inference.draft import EagleDrafter
+from eyas.inference.draft import ChainTree
+from eyas.inference.eagle_drafter import EagleDrafting
+from eyas.inference.sampling import Sampling
 from eyas.models import ttt_attention
 from eyas.models.draft_head import DraftHead
+from eyas.models.target import TargetOutput
 from eyas.models.ttt_attention import TTT_ATTENTIONS
 from eyas.models.warm_start import vocabulary_of
 from eyas.tests.inference.heads import feature_row, greedy, random_prompt, soften
@@ -58,22 +61,21 @@ def unrolled(head: DraftHead, batch: FeatureBatch, attention: str, *, recompute:
 def drafted(head: DraftHead, row: FeatureRow, *, commits: list[int]) -> dict[tuple[int, int], Tensor]:
     """Return the runtime's logits_U by (slot, step), committing slots up to each of `commits` in one piece."""
     ids, logits = row.input_ids_T, {}
-    states = head.states(row.aux_hidden_TF, row.final_hidden_TD)
-    drafter = EagleDrafter(head, capacity=len(ids) + STEPS)
+    drafting = EagleDrafting(head, ChainTree(STEPS))
+    drafting.join([tuple(ids.tolist())], [Sampling()], capacity=len(ids))
     for start, stop in pairwise([0, *commits]):
-        drafter.extend(states[start:stop], ids[start + 1 : stop + 1])
+        states = TargetOutput(row.aux_hidden_TF[None, start:stop], row.final_hidden_TD[None, start:stop])
+        drafting.extend(0, [ids[start + 1 : stop + 1].tolist()], states)
         slot = stop - 1
-        assert drafter.feature_D is not None
-        assert drafter.logits_U is not None
-        logits[slot, 0] = drafter.logits_U
-        features = drafter.feature_D[None]
+        logits[slot, 0] = drafting.logits_RU[0]
+        features = drafting.features_RD[None]
         for step in range(1, STEPS):
             if slot + 1 + step < len(ids):
-                seen = torch.ones(1, step, dtype=torch.bool)
-                token = ids[slot + 1 + step][None]
-                features, step_logits = drafter.expand(features, token, depth=step, tree_mask_KN=seen)
-                logits[slot, step] = step_logits[0]
-        drafter.cache.discard_tree()
+                seen = torch.ones(1, 1, step, dtype=torch.bool)
+                token = ids[slot + 1 + step].view(1, 1)
+                features, step_logits = drafting.expand(features, token, depth=step, tree_mask_RKN=seen)
+                logits[slot, step] = step_logits[0, 0]
+        drafting.cache.discard_tree()
     return logits
 
 

@@ -7,16 +7,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from eyas.inference.acceptance import AcceptanceStats
-from eyas.inference.draft import ChainTree, DynamicTree, EagleDrafter, TreeMaker
+from eyas.inference.draft import ChainTree, DynamicTree, StaticTree, TreeMaker
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.models.draft_vocabulary import DraftVocabulary
-from eyas.models.eagle3 import Eagle3Head
+from eyas.inference.prompt_lookup import PromptLookup
 from eyas.models.errors import UserError
-from eyas.models.head_config import head_config_for
 from eyas.models.target import Target
-from eyas.models.warm_start import init_random, set_vocabulary
 from eyas.tests.inference.heads import FlakyHead, TiedHead, fixed_head, greedy, knowing_head, random_prompt
-from eyas.tests.models.families import SERVED, family_model
+from eyas.tests.models.families import family_model
 from eyas.tests.toys import oracle_head, tiny_config, tiny_head, tiny_target
 
 TARGET = tiny_target(layers=3, aux_layers=(0, 1, 3))
@@ -28,24 +25,8 @@ MAKERS: dict[str, TreeMaker] = {
     "tree": DynamicTree(3, 4, 10),
     "bushy tree": DynamicTree(2, 6, 30),
     "deep tree": DynamicTree(6, 3, 14),
+    "static tree": StaticTree(),
 }
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_plain_decoding_equals_the_librarys_and_speculation_equals_plain(name: str) -> None:
-    model = family_model(name)
-    target = Target(model, aux_layers=(0, 1, 3))
-    prompt = random_prompt(9, seed=2)
-    ids = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 9:].tolist()
-    plain = Engine(target).generate(GenerationRequest(prompt, 16))
-    assert list(plain.token_ids) == ids
-    assert (plain.finish_reason, plain.stats.tau, plain.stats.rounds) == ("length", 1.0, 15)
-    config = head_config_for(target.config, aux_layers=(0, 1, 3), draft_vocab_size=50, intermediate_size=56)
-    head = Eagle3Head(config).eval()
-    init_random(head, std=0.3)
-    set_vocabulary(head, DraftVocabulary.from_counts(torch.rand(97), size=50, forced=set()))
-    for maker in (ChainTree(3), DynamicTree(3, 4, 12)):
-        assert list(Engine(target, head, maker).generate(GenerationRequest(prompt, 16)).token_ids) == ids
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
@@ -80,36 +61,6 @@ def test_any_head_gives_the_plain_text_and_a_flaky_one_an_acceptance_floor(maker
     assert stats["random"].tau < (1.3 if maker.max_nodes < 20 else 2.0)
     assert stats["flaky"].tau > (1.4 if maker.depth == 1 else 1.7)
     assert stats["sure"].tau > 0.8 * (maker.depth + 1)
-
-
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
-def test_after_every_round_both_caches_equal_a_fresh_prefill_of_the_text(maker: TreeMaker) -> None:
-    prompt = random_prompt(6, seed=5)
-    head = knowing_head(FlakyHead, DEEP, [*prompt, *greedy(DEEP, prompt, 60)])
-    engine = Engine(DEEP, head, maker)
-    progress = engine._prefill(GenerationRequest(prompt, 60))
-    accepted = 0
-    for _ in range(5):
-        accepted += engine._round(progress).accepted
-        text = torch.tensor([*prompt, *progress.tokens])
-        cached = len(text) - 1
-        assert progress.cached == cached
-        fresh = DEEP.new_cache(batch=1, capacity=cached)
-        fresh.write_at(0, cached)
-        out = DEEP.forward(text[None, :-1], cache=fresh)
-        for ours, true in zip(progress.cache.buffers, fresh.buffers, strict=True):
-            torch.testing.assert_close(ours.keys[:, :, :cached], true.keys, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(ours.values[:, :, :cached], true.values, rtol=1e-4, atol=1e-4)
-        drafter = EagleDrafter(head, capacity=cached)
-        drafter.extend(out.aux_hidden_BTF[0], text[1:])
-        ours = progress.drafter
-        assert ours is not None
-        assert (ours.cache.length, ours.cache.tree_length) == (cached, 0)
-        for name in ("keys", "values"):
-            kept, true = getattr(ours.cache, name)[:, :, :cached], getattr(drafter.cache, name)
-            torch.testing.assert_close(kept, true, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(ours.feature_D, drafter.feature_D, rtol=1e-4, atol=1e-3)
-    assert accepted > 0
 
 
 def first_distinct(count: int) -> tuple[tuple[int, ...], list[int]]:
@@ -186,13 +137,18 @@ def test_streamed_rounds_are_the_generation(maker: TreeMaker) -> None:
     head = knowing_head(FlakyHead, TARGET, [*prompt, *greedy(TARGET, prompt, 40)])
     engine, request = Engine(TARGET, head, maker), GenerationRequest(prompt, 25)
     generation = engine.generate(request)
-    streamed = list(engine.stream(request))
+    events = list(engine.stream([request]))
+    streamed = [event.round for event in events]
     assert (streamed[0].drafted, streamed[0].accepted, len(streamed[0].tokens)) == (0, 0, 1)
     assert tuple(streamed[1:]) == generation.rounds
     assert tuple(token for round_ in streamed for token in round_.tokens) == generation.token_ids
     assert sum(round_.accepted for round_ in generation.rounds) == generation.stats.accepted
     assert sum(round_.drafted for round_ in generation.rounds) == generation.stats.drafted
     assert generation.seconds >= generation.prefill_seconds > 0
+    last = events[-1].finished
+    assert last is not None
+    assert last.token_ids == generation.token_ids
+    assert [event.finished for event in events[:-1]] == [None] * (len(events) - 1)
 
 
 def test_a_target_whose_heads_do_not_divide_its_hidden_size_is_served() -> None:
@@ -203,15 +159,14 @@ def test_a_target_whose_heads_do_not_divide_its_hidden_size_is_served() -> None:
         assert list(generation.token_ids) == greedy(target, prompt, 12)
 
 
-def test_one_engine_answers_many_requests_without_mixing_them() -> None:
-    head = tiny_head(TARGET)
-    engine = Engine(TARGET, head, DynamicTree(3, 3, 8))
+def test_one_engine_runs_many_streams_without_mixing_them() -> None:
+    engine = Engine(TARGET, tiny_head(TARGET), DynamicTree(3, 3, 8))
     prompts = [random_prompt(1 + 4 * seed, seed=seed) for seed in range(4)]
-    running = [engine.stream(GenerationRequest(prompt, 15)) for prompt in prompts]
+    running = [engine.stream([GenerationRequest(prompt, 15)]) for prompt in prompts]
     texts: list[list[int]] = [[] for _ in prompts]
-    for _ in range(15):  # the requests take turns
+    for _ in range(15):  # the streams take turns
         for text, stream in zip(texts, running, strict=True):
-            text.extend(next(stream).tokens if len(text) < 15 else ())
+            text.extend(next(stream).round.tokens if len(text) < 15 else ())
     assert texts == [greedy(TARGET, prompt, 15) for prompt in prompts]
 
 
@@ -226,13 +181,17 @@ def test_the_last_position_of_the_target_is_reached_but_not_passed(maker: TreeMa
         text = greedy(target, prompt, 14)
         known = [*prompt, *text, *random_prompt(9, seed=9)]
         engine = Engine(target, None if maker is None else knowing_head(FlakyHead, target, known), maker)
-        progress = engine._prefill(GenerationRequest(prompt, 14))
-        list(engine._rounds(progress))
-        assert progress.tokens == text
+        session = engine.session()
+        session.join([GenerationRequest(prompt, 14)])
+        while len(session):
+            events = session.round()
+        assert events[0].finished is not None
+        assert list(events[0].finished.token_ids) == text
+        assert session.cache is not None
         fresh = target.new_cache(batch=1, capacity=23)
         fresh.write_at(0, 23)
         target.forward(torch.tensor([[*prompt, *text[:-1]]]), cache=fresh)
-        for ours, true in zip(progress.cache.buffers, fresh.buffers, strict=True):
+        for ours, true in zip(session.cache.buffers, fresh.buffers, strict=True):
             torch.testing.assert_close(ours.keys[:, :, :23], true.keys, rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match=r"prompt \(10 tokens\) and max_new_tokens \(15\) exceed the target's 24 pos"):
         engine.generate(GenerationRequest(prompt, 15))
@@ -265,6 +224,23 @@ def test_a_head_without_a_tree_or_a_tree_without_a_head_is_refused() -> None:
             Engine(TARGET, *pair)
 
 
+def test_settings_of_an_engine_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UserError, match="a head or another drafter, not both"):
+        Engine(TARGET, tiny_head(TARGET), ChainTree(2), drafter=PromptLookup())
+    with pytest.raises(UserError, match="at least one request at a time, given batch 0"):
+        Engine(TARGET, batch=0)
+    with pytest.raises(UserError, match="verified by leviathan or block, not by 'sampling'"):
+        Engine(TARGET, drawn_verifier="sampling")
+    with pytest.raises(UserError, match="asks for child rank 70; the head drafts 61 tokens"):
+        Engine(TARGET, tiny_head(TARGET), StaticTree(((0,), (70,))))
+
+
+def test_a_prompt_with_a_token_the_target_does_not_know_is_refused() -> None:
+    for token in (97, -1):
+        with pytest.raises(UserError, match=f"the prompt holds token {token}; this target has tokens 0 to 96"):
+            Engine(TARGET).generate(GenerationRequest((3, token), 5))
+
+
 @pytest.mark.parametrize("maker", [None, ChainTree(3), DynamicTree(3, 3, 8)], ids=["plain", "chain", "tree"])
 def test_a_target_that_produces_nan_stops_instead_of_writing_text(maker: TreeMaker | None) -> None:
     torch.manual_seed(0)
@@ -272,12 +248,15 @@ def test_a_target_that_produces_nan_stops_instead_of_writing_text(maker: TreeMak
     target = Target(model, aux_layers=(0, 1))
     engine = Engine(target, None if maker is None else tiny_head(target), maker)
     prompt = random_prompt(4, seed=0)
-    progress = engine._prefill(GenerationRequest(prompt, 9))
-    before = list(progress.tokens)
+    session = engine.session()
+    (first,) = session.join([GenerationRequest(prompt, 9)])
     model.lm_head.weight[11] = float("nan")
     with pytest.raises(FloatingPointError, match="the target produced NaN logits"):
-        engine._round(progress)
-    assert progress.tokens == before
+        session.round()
+    assert session.rows[0].tokens == list(first.round.tokens)
+    with pytest.raises(FloatingPointError, match="the target produced NaN logits"):
+        session.join([GenerationRequest(prompt, 9)])
+    assert len(session) == 1
     with pytest.raises(FloatingPointError, match="the target produced NaN logits"):
         engine.generate(GenerationRequest(prompt, 9))
 

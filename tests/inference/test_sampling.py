@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eyas.inference.sampling import Sampling
+from eyas.inference.sampling import Coins, Sampling, probabilities
 from eyas.models.errors import UserError
 
 
@@ -53,3 +53,47 @@ def test_settings_out_of_range_are_refused(fields: dict[str, float]) -> None:
 def test_a_greedy_request_has_no_distribution() -> None:
     with pytest.raises(AssertionError, match="greedy requests have no distribution"):
         Sampling().probabilities(torch.zeros(3))
+
+
+def test_rows_of_different_settings_equal_each_row_alone() -> None:
+    samplings = [
+        Sampling(temperature, top_k, top_p)
+        for temperature in (0.3, 1.0, 2.5)
+        for top_k in (0, 1, 5, 700)
+        for top_p in (1.0, 0.9, 0.4, 1e-6)
+    ]
+    for size in (7, 63, 97, 700):  # the nucleus is looked for among 64 tokens, then 512, then all
+        logits = 2 * torch.randn(len(samplings), size)
+        found = probabilities(logits, samplings)
+        for row, vector, sampling in zip(found, logits, samplings, strict=True):
+            expected = sampling.probabilities(vector)
+            torch.testing.assert_close(row, expected)
+            assert torch.equal(row > 0, expected > 0)
+
+
+def test_a_flat_distribution_needs_more_than_the_first_tokens() -> None:
+    found = probabilities(torch.zeros(1, 1000), [Sampling(1.0, top_p=0.75)])
+    assert int((found > 0).sum()) == 750
+
+
+def test_a_greedy_row_has_no_distribution() -> None:
+    with pytest.raises(AssertionError, match="greedy requests have no distribution"):
+        probabilities(torch.zeros(2, 3), [Sampling(1.0), Sampling()])
+
+
+def test_coins_are_numbered_and_do_not_depend_on_how_they_are_taken() -> None:
+    coins = Coins(7)
+    first = [*coins.take(0, 1), *coins.take(1, 40), *coins.take(41, 2)]
+    assert Coins(7).take(0, 43) == first
+    assert coins.take(5, 3) == first[5:8]
+    assert Coins(8).take(0, 3) != first[:3]
+    assert all(0 <= coin < 1 for coin in first)
+    generator = torch.Generator().manual_seed(7)
+    assert first == [float(torch.rand(1, generator=generator, dtype=torch.float64)) for _ in range(43)]
+    assert len(set(Coins(-1).take(0, 5)) | set(Coins(2**70).take(0, 5))) == 10
+
+
+@pytest.mark.parametrize("temperature", [math.inf, math.nan])
+def test_a_temperature_that_is_no_number_is_refused(temperature: float) -> None:
+    with pytest.raises(UserError, match="temperature"):
+        Sampling(temperature)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eyas.inference.tree import DraftTree
+from eyas.inference.tree import DraftTree, TreeBatch
 
 #      0
 #     / \
@@ -71,3 +71,37 @@ def test_depths_that_do_not_follow_are_refused(depths: list[int]) -> None:
 def test_tensors_of_other_lengths_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"one entry per node, given \{'tokens_N': \d, 'parents_N': 6"):
         tree(PARENTS, DEPTHS, **wrong)
+
+
+def drawn(tokens: list[int], q: list[list[float]], parents: list[int] | None = None) -> DraftTree:
+    nodes = torch.arange(len(tokens) + 1)
+    upwards = nodes - 1 if parents is None else torch.tensor(parents)
+    depths = nodes if parents is None else torch.tensor([0, 1, 1])
+    return DraftTree(torch.tensor([1, *tokens]), upwards, depths, torch.zeros(len(nodes)), torch.tensor(q).double())
+
+
+def test_only_a_chain_with_one_distribution_per_draft_can_be_drawn() -> None:
+    assert len(drawn([0, 2], [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])) == 3
+    with pytest.raises(ValueError, match="only a chain can be drawn, with one distribution per draft token"):
+        drawn([0, 2], [[0.5, 0.5, 0.0]])
+    with pytest.raises(ValueError, match="only a chain can be drawn"):
+        drawn([0, 2], [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]], parents=[-1, 0, 0])
+    with pytest.raises(ValueError, match="a drawn token has probability 0 in the distribution it was drawn from"):
+        drawn([2, 0], [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])
+
+
+def test_a_batch_sees_each_rows_text_and_paths_and_padding_sees_something() -> None:
+    trees = [tree(PARENTS, DEPTHS), DraftTree.root(7), DraftTree.chain(7, [3, 1], [0.0, 0.0])]
+    batch = TreeBatch.of(trees)
+    assert batch.tokens_RN.shape == (3, 6)
+    assert batch.num_nodes_R.tolist() == [6, 1, 3]
+    lengths = torch.tensor([2, 5, 1])
+    seen = batch.sight(lengths)
+    assert seen.shape == (3, 6, 11)
+    for r, (row, length) in enumerate(zip(trees, lengths.tolist(), strict=True)):
+        for node in range(len(row)):
+            expected = [*range(length), *(length + n for n in row.ancestors_NN[node].nonzero().flatten().tolist())]
+            assert seen[r, node].nonzero().flatten().tolist() == expected
+    assert bool(seen.any(-1).all()), "attention over nothing would be NaN"
+    alone = TreeBatch.of(trees[:1]).sight(lengths[:1])
+    assert torch.equal(alone[0], seen[0, :, :8])

@@ -27,11 +27,29 @@ SERVED: dict[str, dict[str, object]] = {
     "phi3": {"sliding_window": None},
     "olmo2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    # Windows, alone and beside full attention; texts of the tests are longer than 6 tokens.
+    "mistral window": {"head_dim": 16, "sliding_window": 6},
+    "phi3 window": {"sliding_window": 6},
+    "qwen2 window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt_oss": {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # Families whose output heads do something of their own, but for which heads or caches are refused.
 ODD_HEADS: dict[str, dict[str, object]] = {
     "cohere": {"logit_scale": 0.25},
-    "gemma2": {"head_dim": 16, "final_logit_softcapping": 3.0},
     "phi": {"hidden_size": 64},
     "gpt2": {"n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 256},
 }

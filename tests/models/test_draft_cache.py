@@ -65,9 +65,38 @@ def test_a_discarded_tree_leaves_no_trace() -> None:
         cache.commit(2)
         outs.append(cache.attend(*later))
     assert torch.equal(*outs)
-    assert with_tree.length == without.length == 5
+    assert with_tree.lengths == without.lengths == [5]
     assert torch.equal(with_tree.keys[:, :, :5], without.keys[:, :, :5])
     assert torch.equal(with_tree.values[:, :, :5], without.values[:, :, :5])
+
+
+def test_ragged_rows_equal_each_row_alone() -> None:
+    counts, nodes = (3, 1, 5), 2
+    together = DraftCache(
+        kv_heads=KV, head_dim=DIM, capacity=12, dtype=torch.float32, device=torch.device("cpu"), batch=3
+    )
+    alone = [new_cache() for _ in counts]
+    mask = torch.stack([torch.eye(2), torch.ones(2, 2), torch.tensor([[1, 0], [1, 1]])]).bool()
+    for _ in range(2):  # commit ragged, draft, forget, and again from ragged lengths
+        parts = [[torch.randn(1, heads, 5, DIM) for heads in (HEADS, KV, KV)] for _ in counts]
+        together.commit(*counts)
+        out = together.attend(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        for r, count in enumerate(counts):
+            alone[r].commit(count)
+            expected = alone[r].attend(*(part[:, :, :count] for part in parts[r]))
+            torch.testing.assert_close(out[r : r + 1, :, :count], expected, rtol=1e-5, atol=1e-5)
+        parts = [[torch.randn(1, heads, nodes, DIM) for heads in (HEADS, KV, KV)] for _ in counts]
+        together.draft(mask, rows=3)
+        out = together.attend(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        together.discard_tree()
+        for r in range(3):
+            alone[r].draft(mask[r])
+            torch.testing.assert_close(out[r : r + 1], alone[r].attend(*parts[r]), rtol=1e-5, atol=1e-5)
+            alone[r].discard_tree()
+        together.move_row(2, 0)
+        alone[0], counts = alone[2], (counts[2], counts[1], 0)
+        assert together.lengths == [alone[0].lengths[0], alone[1].lengths[0], 0]
+        alone[2], counts = new_cache(), (counts[0], counts[1], 2)
 
 
 def test_a_full_cache_says_so() -> None:

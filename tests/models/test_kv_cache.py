@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.models.errors import UserError
-from eyas.models.kv_cache import KVCache, check_full_attention
+from eyas.models.kv_cache import FULL, SLIDING, KVCache, attention_kinds
 from eyas.models.target import Target
-from eyas.tests.models.families import SERVED, family_model
+from eyas.tests.models.families import SERVED, family_config, family_model
 from eyas.tests.toys import tiny_config, tiny_target
 
 T = 13
@@ -66,7 +66,8 @@ def test_a_tree_forward_equals_one_forward_per_path_and_the_accepted_path_is_kep
         alone = target.forward(torch.cat((prefix, tokens[path]))[None])
         close(out.final_hidden_BTD[0, node], alone.final_hidden_BTD[0, -1])
         close(out.aux_hidden_BTF[0, node], alone.aux_hidden_BTF[0, -1])
-    cache.keep_path(6, torch.tensor(paths[5]))
+    cache.move(torch.zeros(2, dtype=torch.int64), 6 + torch.tensor(paths[5][1:3]), torch.tensor([7, 8]))
+    cache.move(torch.tensor([0]), torch.tensor([11]), torch.tensor([9]))
     fresh = target.new_cache(batch=1, capacity=10)
     fresh.write_at(0, 10)
     target.forward(torch.cat((prefix, tokens[paths[5]]))[None], cache=fresh)
@@ -131,30 +132,90 @@ def new_cache(config: Any) -> KVCache:
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("mistral", {"sliding_window": 64}, r"full_attention with sliding window 64"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 4},
-            "full_attention, sliding_attention",
-        ),
-        ("gemma2", {"sliding_window": 64}, r"full_attention, sliding_attention with sliding window 64"),
+        ("gpt_neo", {}, "full_attention, global, local with sliding window"),
+        ("llama4_text", {"num_hidden_layers": 4}, "chunked_attention, full_attention with sliding window"),
         ("qwen3_next", {}, "full_attention, linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "conv, full_attention"),
     ],
 )
-def test_targets_with_other_than_full_attention_are_refused_with_the_reason(
+def test_targets_with_other_attention_are_refused_with_the_reason(
     name: str, fields: dict[str, Any], reason: str
 ) -> None:
     config = AutoConfig.for_model(name, **fields)
-    for refuse in (check_full_attention, new_cache):
+    for refuse in (attention_kinds, new_cache):
         with pytest.raises(UserError, match=rf"this target's attention is {reason}.*; the bundled runtime serves"):
             refuse(config)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_a_window_that_is_switched_off_is_no_window(name: str) -> None:
-    check_full_attention(AutoConfig.for_model(name, sliding_window=4096, use_sliding_window=False))
-    check_full_attention(tiny_config())
+    kinds = attention_kinds(AutoConfig.for_model(name, sliding_window=4096, use_sliding_window=False))
+    assert set(kinds) == set(attention_kinds(tiny_config())) == {FULL}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("mistral window", (SLIDING, SLIDING, SLIDING)),
+        ("phi3 window", (SLIDING, SLIDING, SLIDING)),
+        ("qwen2 window", (FULL, SLIDING, SLIDING)),
+        ("gemma2", (SLIDING, FULL, SLIDING)),
+        ("gemma3_text", (SLIDING, FULL, SLIDING)),
+        ("gpt_oss", (SLIDING, FULL, SLIDING)),
+        ("qwen3_moe", (FULL, FULL, FULL)),
+    ],
+)
+def test_the_kinds_of_layers_of_windowed_and_hybrid_targets(name: str, kinds: tuple[str, ...]) -> None:
+    assert attention_kinds(family_config(name)) == kinds
+
+
+@pytest.mark.parametrize("name", ["mistral window", "gemma2", "gpt_oss"])
+def test_a_window_counts_positions_not_slots(name: str) -> None:
+    """Nodes of a tree lie in slots behind each other but at positions of their depth: the window follows positions."""
+    target = Target(family_model(name))
+    prefix, tokens = torch.randint(97, (9,)), torch.randint(97, (7,))
+    parents = [-1, 0, 0, 0, 0, 4, 5]
+    paths = [[0]]
+    for node in range(1, 7):
+        paths.append([*paths[parents[node]], node])
+    depths = torch.tensor([len(path) - 1 for path in paths])
+    mask = torch.zeros(7, 16, dtype=torch.bool)
+    mask[:, :9] = True
+    for node, path in enumerate(paths):
+        mask[node, [9 + n for n in path]] = True
+    cache = target.new_cache(batch=1, capacity=16)
+    cache.write_at(0, 9)
+    target.forward(prefix[None], cache=cache)
+    cache.write_at(9, 7)
+    out = target.forward(
+        tokens[None],
+        position_ids_BT=9 + depths[None],
+        mask_B1TL=mask[None, None],
+        key_positions_BL=torch.cat((torch.arange(9), 9 + depths))[None],
+        cache=cache,
+    )
+    for node, path in enumerate(paths):
+        alone = target.forward(torch.cat((prefix, tokens[path]))[None])
+        close(out.final_hidden_BTD[0, node], alone.final_hidden_BTD[0, -1])
+
+
+def test_rows_move_grow_and_are_written_in_slices() -> None:
+    target = tiny_target()
+    rows = torch.randint(97, (3, T))
+    cache = target.new_cache(batch=2, capacity=T)
+    cache.write_at(0, 5, rows=slice(0, 2))
+    target.forward(rows[:2, :5], cache=cache)
+    cache.grow(batch=3, capacity=T + 4)
+    assert cache.capacity == T + 4
+    cache.write_at(0, 9, rows=slice(2, 3))
+    target.forward(rows[2:, :9], cache=cache)
+    cache.move_row(2, 0)
+    positions = torch.tensor([[9, 10], [5, 6]])
+    cache.write_rows_at(slice(0, 2), positions)
+    new = torch.stack((rows[2, 9:11], rows[1, 5:7]))
+    out = target.forward(new, position_ids_BT=positions, mask_B1TL=causal_rows(positions), cache=cache)
+    for r, (row, length) in enumerate(((2, 11), (1, 7))):
+        close(out.final_hidden_BTD[r, 1], target.forward(rows[row : row + 1, :length]).final_hidden_BTD[0, -1])
 
 
 def test_latent_attention_is_refused_with_what_it_keeps() -> None:

@@ -255,3 +255,23 @@ def test_the_fingerprint_changes_with_config_tokenizer_and_weights(tmp_path: Pat
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert model_fingerprint(str(folder)) != first
+
+
+def test_attention_that_takes_no_mask_is_refused_before_it_decodes() -> None:
+    target = tiny_target()
+    target.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match=r"attends by 'flash_attention_2', which takes no mask .* sdpa or eager"):
+        _ = target.attention_kinds
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_each_family_attends_in_the_way_it_can(name: str, expected: str, tmp_path: Path) -> None:
+    """Soft-caps and sinks need eager attention; sdpa would refuse or forget them."""
+    model = family_model(name)
+    model.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), dtype=torch.float32)
+    assert target.config._attn_implementation == expected
+    row = ids()
+    torch.testing.assert_close(
+        target.head.logits(target.forward(row[None]).final_hidden_BTD), model(input_ids=row[None]).logits
+    )

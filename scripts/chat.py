@@ -1,0 +1,115 @@
+"""`eyas chat HEAD --target MODEL`: a conversation in the terminal, drafted tokens in colour, numbers live."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eyas.models.errors import UserError
+from eyas.scripts.decoding import (
+    DEFAULT_TREE,
+    DtypeOption,
+    HeadArgument,
+    Runtime,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    TokensOption,
+    TopKOption,
+    TopPOption,
+    TreeOption,
+    check_sampling,
+    describe,
+    load_runtime,
+    summary_line,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from eyas.inference.engine import Generation
+    from eyas.inference.sampling import Sampling
+
+HELP = "/reset forgets the conversation, /exit or end of input leaves."
+
+
+def chat(
+    head: HeadArgument,
+    target: TargetOption = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    tree: TreeOption = DEFAULT_TREE,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    max_new_tokens: TokensOption = 512,
+    dtype: DtypeOption = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per reply, with every round.")] = False,
+) -> None:
+    """Talk to a target through a draft head."""
+    from rich.console import Console
+
+    sampling = check_sampling(temperature, top_k, top_p, seed)
+    runtime = load_runtime(head, target, tree, dtype=dtype)
+    console, notes = Console(highlight=False, markup=False), Console(stderr=True, highlight=False, markup=False)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    if sys.stdin.isatty():
+        notes.print(f"{runtime.target}, {runtime.tree}. {HELP}", style="dim", soft_wrap=True)
+    for said in _turns(console):
+        if said == "/reset":
+            messages = list(start)
+            continue
+        messages.append({"role": "user", "content": said})
+        try:
+            generation = _reply(runtime, messages, sampling, max_new_tokens, None if as_json else console)
+        except UserError as error:  # the conversation has outgrown the target: this turn is not part of it
+            messages.pop()
+            notes.print(f"{error} {HELP}", style="red", soft_wrap=True)
+            continue
+        messages.append({"role": "assistant", "content": generation.text or ""})
+        if as_json:
+            typer.echo(json.dumps({"prompt": said, **describe(generation)}))
+        else:
+            notes.print(summary_line(generation), style="dim", soft_wrap=True)
+
+
+def _turns(console: "Console") -> Iterator[str]:
+    """Yield what the user says, without empty lines, until the end."""
+    while True:
+        try:
+            said = console.input("[bold]> ") if sys.stdin.isatty() else input()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if said.strip() == "/exit":
+            return
+        if said.strip():
+            yield said.strip()
+
+
+def _reply(
+    runtime: Runtime, messages: list[dict[str, str]], sampling: "Sampling", limit: int, console: "Console | None"
+) -> "Generation":
+    """Return the reply to a conversation, shown on a console while it is written."""
+    from contextlib import nullcontext
+
+    from eyas.inference.engine import GenerationRequest
+    from eyas.inference.spelling import Spelling
+    from eyas.scripts.terminal import LiveReply
+
+    engine = runtime.engine
+    ids = tuple(runtime.template.ids(list(messages), add_generation_prompt=True))
+    room = engine.target.position_limit - len(ids)
+    if room < 1:
+        raise UserError(f"the conversation fills the target's {engine.target.position_limit} positions.")
+    request = GenerationRequest(ids, min(limit, room), runtime.stop_ids, sampling)
+    assert engine.decode is not None
+    spelling = Spelling(engine.decode)
+    with LiveReply(console) if console else nullcontext() as shown:
+        for event in engine.stream([request]):
+            if shown:
+                shown.add(event.round, spelling.add(event.round))
+    assert event.finished is not None
+    return event.finished
