@@ -101,11 +101,13 @@ class VllmTarget(Target):
         *,
         position_ids_BT: Tensor | None = None,
         mask_B1TL: Tensor | None = None,
+        key_positions_BL: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> TargetOutput:
         """Return aux and final states of whole rows, each from its first token on."""
         assert position_ids_BT is None
         assert mask_B1TL is None
+        assert key_positions_BL is None
         assert cache is None
         rows = input_ids_BT.tolist()
         paths = [self.folder / f"row-{b}.safetensors" for b in range(len(rows))]

@@ -42,7 +42,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Compare ways of decoding."""
-    from eyas.data.conversation import read_prompts
+    from eyas.data.sources import read_prompts
     from eyas.inference.decode_bench import BenchPlan, bench_decoding
     from eyas.train.progress import Reporter
 

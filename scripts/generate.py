@@ -88,7 +88,7 @@ def generate(
 
 
 def _prompts(texts: list[str], source: str | None) -> Iterator[_Prompt]:
-    from eyas.data.conversation import read_prompts
+    from eyas.data.sources import read_prompts
 
     if not texts and source is None:
         raise UserError("there is nothing to answer; give --prompt TEXT or --prompts FILE.")

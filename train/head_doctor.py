@@ -12,11 +12,12 @@ from eyas.data.synthesize import stop_token_ids
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.draft import ChainTree
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.models.checkpoint import HEADS, head_from_files
+from eyas.models.checkpoint import head_from_files
 from eyas.models.engines import ENGINES, Verdict, judge
 from eyas.models.errors import UserError
 from eyas.models.head_checks import Check, check_files
 from eyas.models.head_files import HeadFiles, read_head_files
+from eyas.models.heads import HEADS
 from eyas.models.hub import resolve_head
 from eyas.models.import_head import Answers, import_head
 from eyas.models.packed_linear import pack_linears

@@ -16,9 +16,10 @@ from eyas.data.batch_decode import BatchDecoder
 from eyas.data.corpus import load_corpus
 from eyas.data.encode import ChatTemplate, TokenizedExample, encode_reply
 from eyas.data.synthesize import stop_token_ids
+from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
-from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import CheckFailed, UserError
+from eyas.models.heads import new_head
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
 from eyas.train.context import RunContext
@@ -87,19 +88,19 @@ class Probe:
         return [(name, encode_reply(list(ids), list(written[name]))) for name, ids in asked.items()]
 
     @cached_property
-    def head(self) -> Eagle3Head:
+    def head(self) -> DraftHead:
         """A head of the recipe's shape, initialised as the recipe says, in fp32; the vocabulary is not yet counted."""
         config = self.context.head_config
         forced = {self.template.end_of_turn, *self.template.tokenizer.all_special_ids}
         counts = torch.zeros(config.vocab_size)
         vocabulary = DraftVocabulary.from_counts(counts, size=config.draft_vocab_size, forced=forced)
-        head = Eagle3Head(config)
+        head = new_head(config)
         if self.recipe.head.init == "target":
             init_from_target(head, self.target, vocabulary)
         else:
             init_random(head)
         set_vocabulary(head, vocabulary)
-        head.use_embedding(self.target.embedding)
+        head.lend(self.target)
         return head.to(self.target.device).eval()
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from eyas.data.encode import encode_conversation
 from eyas.data.feature_batch import collate
 from eyas.data.feature_row import FeatureRow
-from eyas.inference.draft import EagleDrafter
+from eyas.inference.draft import ChainTree
+from eyas.inference.eagle_drafter import EagleDrafting
+from eyas.inference.sampling import Sampling
 from eyas.models.errors import CheckFailed
 from eyas.models.rope import check_same_rope
-from eyas.models.target import Target
+from eyas.models.target import Target, TargetOutput
 from eyas.models.ttt_attention import TTTContext
 from eyas.train.plan import advice, human, make_plan
 from eyas.train.preflight import Check, Outcome, Probe
@@ -181,10 +183,11 @@ def check_head(probe: Probe) -> Outcome:
     """The head can be made as the recipe says; its attention is as wide as the target's, its MLP no bottleneck."""
     config, head = probe.context.head_config, probe.head
     width = config.num_attention_heads * config.head_dim
-    if tuple(head.midlayer.self_attn.q_proj.weight.shape) != (width, 2 * config.hidden_size):
+    reads = (2 if config.kind == "eagle3" else 1) * config.hidden_size
+    found = next(tuple(p.shape) for name, p in head.named_parameters() if name.endswith("q_proj.weight"))
+    if found != (width, reads):
         raise CheckFailed(
-            f"q_proj is {tuple(head.midlayer.self_attn.q_proj.weight.shape)}, {config.num_attention_heads} heads of "
-            f"{config.head_dim} ask for {(width, 2 * config.hidden_size)}."
+            f"q_proj is {found}, {config.num_attention_heads} heads of {config.head_dim} ask for {(width, reads)}."
         )
     shape = f"{config.num_attention_heads} heads of {config.head_dim}, MLP {config.intermediate_size} wide"
     if config.intermediate_size < config.hidden_size:
@@ -216,23 +219,23 @@ def check_unrolling(probe: Probe) -> Outcome:
     if slot < 0:
         return Outcome(f"row {row_id} has only {len(ids_T)} tokens", "warning")
     batch = collate([[row]], length=len(row), dtype=torch.float32).to(target.device)
-    context, feature = TTTContext(batch.document_BT), head.fuse(batch.aux_hidden_BTF)
+    context = TTTContext(batch.document_BT)
+    feature = head.fuse(head.states(batch.aux_hidden_BTF, batch.final_hidden_BTD))
     trained = []
     for step in range(TTT_STEPS):
         feature, logits_BTU = head.step(feature, batch.token_ids(step), batch.position_ids(step), context)
         trained.append(logits_BTU[0, slot])
-    drafter = EagleDrafter(head, capacity=len(ids_T) + TTT_STEPS)
+    drafting = EagleDrafting(head, ChainTree(TTT_STEPS))
+    drafting.join([tuple(ids_T.tolist())], [Sampling()], capacity=len(ids_T))
+    states = TargetOutput(aux_TF[None, : slot + 1], final_TD[None, : slot + 1])
+    drafting.extend(0, [ids_T[1 : slot + 2].tolist()], states)
     ids_T = ids_T.to(target.device)
-    drafter.extend(aux_TF[: slot + 1], ids_T[1 : slot + 2])
-    assert drafter.feature_D is not None
-    assert drafter.logits_U is not None
-    drafted, features_KD = [drafter.logits_U], drafter.feature_D[None]
+    drafted, features_RKD = [drafting.logits_RU[0]], drafting.features_RD[None]
     for step in range(1, TTT_STEPS):
-        seen = torch.ones(1, step, dtype=torch.bool, device=target.device)
-        features_KD, logits_KU = drafter.expand(
-            features_KD, ids_T[slot + 1 + step][None], depth=step, tree_mask_KN=seen
-        )
-        drafted.append(logits_KU[0])
+        seen = torch.ones(1, 1, step, dtype=torch.bool, device=target.device)
+        token_RK = ids_T[slot + 1 + step].view(1, 1)
+        features_RKD, logits_RKU = drafting.expand(features_RKD, token_RK, depth=step, tree_mask_RKN=seen)
+        drafted.append(logits_RKU[0, 0])
     difference = max(
         float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(trained, drafted, strict=True)
     )

@@ -17,7 +17,7 @@ import torch
 from eyas.data.encode import ChatTemplate
 from eyas.data.synthesize import stop_token_ids
 from eyas.inference.acceptance import AcceptanceStats
-from eyas.inference.draft import ChainTree, EagleDrafter
+from eyas.inference.draft import ChainTree, HeadState
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.tree import DraftTree
 from eyas.models.bundled import resolve_model
@@ -79,10 +79,13 @@ class RecordedChain:
     def scratch(self) -> int:
         return self.chain.scratch
 
-    def make(self, drafter: EagleDrafter, root: int) -> DraftTree:
-        tree = self.chain.make(drafter, root)
-        self.drafts.append(tree.tokens_N[1:].tolist())
-        return tree
+    def check(self, draft_vocab_size: int) -> None:
+        self.chain.check(draft_vocab_size)
+
+    def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
+        trees = self.chain.make(state, roots)
+        self.drafts += [tree.tokens_N[1:].tolist() for tree in trees]
+        return trees
 
 
 def verify_vllm(
