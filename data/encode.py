@@ -45,8 +45,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._check_arguments()
-        own, opener = self._special_behind_reply(followed=False), self._special_behind_reply(followed=True)
-        end = opener if own is None else own
+        own = self._special_behind_reply(followed=False)
+        end = self._special_behind_reply(followed=True) if own is None else own
         if end is None:
             raise UserError(
                 "the chat template renders no special token after an assistant message, so replies would have no end; "

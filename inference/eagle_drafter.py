@@ -107,6 +107,7 @@ class EagleDrafting:
         self.cache.discard_tree()
         return trees
 
+    @torch.inference_mode()
     def expand(
         self, features_RKD: Tensor, tokens_RK: Tensor, *, depth: int, tree_mask_RKN: Tensor
     ) -> tuple[Tensor, Tensor]:

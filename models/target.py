@@ -88,7 +88,7 @@ class Target:
         device: str = "cpu",
         device_map: DeviceMap = None,
         quantization: str = "none",
-        attention: str = "sdpa",
+        attention: str = "auto",
     ) -> "Target":
         """Load a target from a bundled name, a model folder or a Hub id; see `load_model`."""
         model = load_model(

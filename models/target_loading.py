@@ -33,7 +33,7 @@ def load_model(
     device: str = "cpu",
     device_map: DeviceMap = None,
     quantization: str = "none",
-    attention: str = "sdpa",
+    attention: str = "auto",
 ) -> PreTrainedModel:
     """Return a frozen-to-be model of a bundled name, a model folder or a Hub id.
 
@@ -46,7 +46,7 @@ def load_model(
         model: Any = _loader(config).from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=None if attention == "auto" else attention,
             device_map=device_map,
             quantization_config=_quantization_config(name, config, quantization),
         )

@@ -34,7 +34,7 @@ class TargetSection(Section):
     device: str = "auto"
     device_map: Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None = None
     quantization: Literal["none", "int8"] = "none"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
 
 
 class AnswerStyleSection(Section):

@@ -12,7 +12,7 @@ from eyas.models.head_files import HeadFiles, write_head_files
 from eyas.models.head_json import native_json
 from eyas.models.head_layout import FLAGS, expected_shapes
 from eyas.models.launch import Serving
-from eyas.models.target import Target
+from eyas.models.target import Target, TargetOutput
 from eyas.tests.toys import tiny_head, tiny_target
 
 SERVING = Serving("owner/target", "owner/head", depth=4, top_k=3, num_draft_tokens=9)
@@ -42,18 +42,20 @@ def save_native(head: Eagle3Head, folder: Path, *, dtype: torch.dtype = torch.fl
 
 def drafted(target: Target, head: Eagle3Head, ids: list[int], guesses: list[int]) -> list[Tensor]:
     """Return our own target-vocabulary log-probabilities after `ids` and after each guessed token."""
-    from eyas.inference.draft import EagleDrafter
+    from eyas.inference.draft import ChainTree
+    from eyas.inference.eagle_drafter import EagleDrafting
+    from eyas.inference.sampling import Sampling
 
-    head.use_embedding(target.embedding)
-    drafter = EagleDrafter(head, capacity=len(ids) + len(guesses))
-    aux = target.forward(torch.tensor([ids])).aux_hidden_BTF[0, :-1]
-    drafter.extend(aux, torch.tensor(ids[1:]))
-    found, feature = [drafter.logits_U], drafter.feature_D
+    head.lend(target)
+    drafting = EagleDrafting(head, ChainTree(len(guesses) + 1))
+    drafting.join([tuple(ids)], [Sampling()], capacity=len(ids))
+    out = target.forward(torch.tensor([ids]))
+    drafting.extend(0, [ids[1:]], TargetOutput(out.aux_hidden_BTF[:, :-1], out.final_hidden_BTD[:, :-1]))
+    found, features = [drafting.logits_RU[0]], drafting.features_RD[None]
     for depth, guess in enumerate(guesses, start=1):
-        mask = torch.ones(1, depth, dtype=torch.bool)
-        features, logits = drafter.expand(feature[None], torch.tensor([guess]), depth=depth, tree_mask_KN=mask)
-        feature = features[0]
-        found.append(logits[0])
+        mask = torch.ones(1, 1, depth, dtype=torch.bool)
+        features, logits = drafting.expand(features, torch.tensor([[guess]]), depth=depth, tree_mask_RKN=mask)
+        found.append(logits[0, 0])
     where = head.to_target_ids(torch.arange(head.config.draft_vocab_size))
     return [
         torch.full((head.config.vocab_size,), -torch.inf).index_copy(0, where, torch.log_softmax(logits.float(), -1))

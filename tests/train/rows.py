@@ -52,7 +52,8 @@ def corpus_row(
     name: str, split: str, prompt_ids: list[int], reply_ids: list[int], *, category: str = "words"
 ) -> CorpusRow:
     """Return a corpus row of given tokens."""
-    return CorpusRow(name, "here", category, split, 0.0, tuple(prompt_ids), tuple(reply_ids), "stop", "", "")
+    ids, span = (*prompt_ids, *reply_ids), (len(prompt_ids), len(prompt_ids) + len(reply_ids))
+    return CorpusRow(name, "here", category, split, 0.0, ids, (span,), "stop", "", ("",))
 
 
 def objective(
