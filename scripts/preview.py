@@ -56,7 +56,7 @@ def _print(shown: "Preview", facts: dict[str, str]) -> None:
 
     from eyas.data.supervision import CLOSE, OPEN, SHARE
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(shown.origin)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
     for row in shown.rows:

@@ -65,7 +65,7 @@ class Reporter:
     """Where a run talks to its user: lines and bars on stderr; silent when asked (tests, --json keeps stdout clean)."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(file=sys.stderr, quiet=quiet, highlight=False)
+        self.console = Console(file=sys.stderr, quiet=quiet, highlight=False, emoji=False)
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -73,7 +73,9 @@ class Reporter:
 
     def error(self, text: str) -> None:
         """Print an error, even when silent otherwise."""
-        Console(file=sys.stderr, highlight=False).print(f"error: {text}", style="red", soft_wrap=True, markup=False)
+        Console(file=sys.stderr, highlight=False, emoji=False).print(
+            f"error: {text}", style="red", soft_wrap=True, markup=False
+        )
 
     @contextmanager
     def bar(self, unit: str) -> Iterator[Bar]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from eyas.data.conversation import Prompt
 from eyas.data.corpus import CorpusRow, write_atomically
@@ -125,6 +126,6 @@ def _show(table: RowTable, reporter: Reporter, folder: Path | None) -> None:
     for source, outcome, reason, rows in table.lines():
         if source != previous:
             shown.add_section()
-        shown.add_row("" if source == previous else source, outcome, reason, str(rows))
+        shown.add_row(Text("" if source == previous else source), outcome, reason, str(rows))
         previous = source
     reporter.console.print(Padding(shown, (0, 0, 0, 2)), markup=False)

@@ -51,6 +51,14 @@ def test_rows_are_read_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFix
         assert word in said
 
 
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(recipe(["bundled:train", write(tmp_path / "[bold].jsonl", ["one"])], []), tmp_path)
+    said = capsys.readouterr().err
+    assert "  bundled:train: schema messages (fits 100 of the first 100 rows)\n" in said
+    assert "\u2502 bundled:train " in said
+    assert "[bold].jsonl" in said.partition("rows of the prompt sources")[2].replace("\n", "")
+
+
 def test_refused_rows_leave_their_table_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "p.jsonl", ["one", "", "three"])
     with pytest.raises(RowsRefused, match=r"33\.3% of the rows"):
