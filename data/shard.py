@@ -55,7 +55,7 @@ class StoredRow:
         check = 0
         for tensor in (self.aux_TF, self.aux_scale_TA, self.final_MD, self.final_scale_M1, self.argmax_N):
             if tensor is not None:
-                check = zlib.crc32(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()), check)
+                check = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, check)
         return check
 
 
@@ -180,7 +180,7 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"cannot read feature shard {path.name}: {error}; delete it and run extract again."

@@ -44,7 +44,7 @@ class Target:
         self.aux_layers = aux_layers
         self.decoder, self.layers = find_decoder(model)
         self.head = TargetHead.of(model)
-        self.embedding = model.get_input_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
         takes = inspect.signature(self.decoder.forward).parameters
         if "position_ids" not in takes:
             raise UserError(

@@ -8,6 +8,7 @@ extraction  everything the extract stage does: taps, argmax at taught positions,
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def time_extraction(
         for shard in plan_shards(lengths, rows_per_shard=plan.rows_per_shard)
         for batch in plan_batches(shard, lengths, tokens_per_batch=plan.tokens_per_batch)
     ]
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "forward": lambda: [_forward(target, batch) for batch in batches],
         "decoder": lambda: [target.forward(batch.to(target.device)) for batch in batches],
         "extraction": lambda: _extract(target, examples, plan, spec),
