@@ -11,7 +11,8 @@ from eyas.models.errors import UserError
 from eyas.models.target import Target
 
 Example = tuple[str, TokenizedExample]
-ARGMAX_CHUNK = 512
+ARGMAX_CHUNK = 256
+BLOCK = 256
 
 
 @torch.inference_mode()
@@ -50,5 +51,24 @@ def forward_rows(target: Target, batch: list[Example], *, final_everywhere: bool
 
 def argmax_of_logits(target: Target, final_ND: Tensor) -> Tensor:
     """Return the argmax of the target's full logits, int64 [N] on the CPU; in chunks, so no N x V tensor is made."""
-    chunks = [target.head.logits(chunk).argmax(-1).cpu() for chunk in final_ND.split(ARGMAX_CHUNK)]
-    return torch.cat(chunks)
+    return torch.cat([first_argmax(target.head.logits(chunk)).cpu() for chunk in final_ND.split(ARGMAX_CHUNK)])
+
+
+def first_argmax(logits_NV: Tensor) -> Tensor:
+    """Return the first index of the largest logit of each row, by blocks: PyTorch's argmax of half precision is slow.
+
+    On a CPU it takes half as long as the product that makes the logits; the largest of each block a twentieth of that.
+    """
+    N, V = logits_NV.shape
+    count = V // BLOCK
+    if count < 2:
+        return logits_NV.argmax(-1)
+    rows_N = torch.arange(N, device=logits_NV.device)
+    blocks = logits_NV[:, : count * BLOCK].unflatten(-1, (count, BLOCK))
+    largest_NC = blocks.amax(-1)
+    block_N = largest_NC.argmax(-1)
+    found_N = block_N * BLOCK + blocks[rows_N, block_N].argmax(-1)
+    if count * BLOCK < V:
+        rest_N, at_N = logits_NV[:, count * BLOCK :].max(-1)
+        found_N = torch.where(rest_N > largest_NC[rows_N, block_N], count * BLOCK + at_N, found_N)
+    return found_N

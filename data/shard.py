@@ -68,7 +68,7 @@ def encode_row(row: FeatureRow, spec: FeatureSpec) -> StoredRow:
     for name, states, count in (("aux_hidden", row.aux_hidden_TF, layers), ("final_hidden", final, 1)):
         values, scales = state_format.encode(states, layers=count)
         exact = states if scales is not None else values
-        if not bool(torch.isfinite(exact).all()):
+        if exact.numel() and not all(bool(torch.isfinite(bound)) for bound in torch.aminmax(exact)):
             raise UserError(
                 f"{name} of row {row.id} is not finite in {spec.state_dtype}: its largest value is "
                 f"{float(states.abs().max()):.3g}; set extract.dtype and extract.state_dtype to float32."
@@ -180,7 +180,7 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"cannot read feature shard {path.name}: {error}; delete it and run extract again."

@@ -47,7 +47,7 @@ def run(
     Reporter().say(
         f"{rows} rows of up to {length} tokens, {turns} turns of three ways; this takes a few minutes on CPUs"
     )
-    plan = ExtractionPlan(max_length=length, tokens_per_batch=tokens_per_batch, rows_per_shard=max(2, rows // 3))
+    plan = ExtractionPlan(max_length=length, tokens_per_batch=tokens_per_batch, rows_per_shard=rows)
     timing = time_extraction(tapped, examples, plan, spec, turns=turns)
     if as_json:
         typer.echo(json.dumps({"target": target, "dtype": dtype, "state_dtype": state_dtype, **timing.as_dict()}))
