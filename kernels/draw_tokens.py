@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eyas.kernels.block_statistics import BLOCK, ELEMENTS, check_logits
+from eyas.kernels.block_statistics import AOT_ELEMENTS, BLOCK, check_logits
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
 from eyas.kernels.truncate import BatchSampling, Truncated, launch_truncate, probabilities_reference
 
@@ -198,6 +198,6 @@ def aot_builds() -> list[KernelBuild]:
             constants={"BLOCK": BLOCK, "BLOCK_C": blocks, "BLOCK_K": _coins_per_program(coins, blocks)},
             options={"num_warps": 4},
         )
-        for element in ELEMENTS.values()
+        for element in AOT_ELEMENTS
         for blocks, coins in ((1, 1), (512, 1), (1024, 1), (2048, 1), (1, 64))
     ]

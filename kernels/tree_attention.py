@@ -315,19 +315,21 @@ def _tree_attention_kernel(
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: every launch shape at the usual head dims."""
+    """The compilations that `eyas.kernels.aot` checks: every launch shape, at the usual head dims."""
     lengths = ("prefix_len_ptr", "num_nodes_ptr", "ancestors_ptr", "depth_ptr")
     strides = (
         *(f"q_stride_{axis}" for axis in "bhn"),
         *(f"{tensor}_stride_{axis}" for tensor in "kv" for axis in "bgl"),
     )
     counts = ("splits", "group", "num_slots", "num_words", "capacity")
+    bf16, fp16, fp32 = ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)
     launches = [
-        (element, dtype, head_dim, num_rows, window)
-        for element, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
-        for head_dim in (32, 64, 80, 96, 128, 192, 256)
-        for num_rows in ((16,) if dtype == torch.float32 else (16, 32, 64))
-        for window in (0, 1024)
+        *((*fp32, head_dim, 16, 0) for head_dim in (64, 128, 256)),
+        *((*fp32, head_dim, 16, 1024) for head_dim in (128, 256)),
+        *((*fp16, head_dim, 64, 0) for head_dim in (64, 128, 256)),
+        *((*bf16, head_dim, num_rows, 0) for head_dim in (64, 128, 256) for num_rows in (16, 32)),
+        *((*bf16, head_dim, 64, 1024) for head_dim in (64, 128, 256)),
+        *((*bf16, head_dim, 64, 0) for head_dim in (32, 64, 80, 96, 128, 192, 256)),
     ]
     builds = []
     for element, dtype, head_dim, num_rows, window in launches:

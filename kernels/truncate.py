@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.block_statistics import (
+    AOT_ELEMENTS,
     BLOCK,
-    ELEMENTS,
     block_statistics_reference,
     launch_block_statistics,
 )
@@ -348,7 +348,7 @@ def probability(logit, token, temperature, top, cut, only, total):
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: every element type, vocabularies up to 262144."""
+    """The compilations that `eyas.kernels.aot` checks: fp32 and bf16 logits, vocabularies up to 262144."""
     pointers = {
         **dict.fromkeys(("num_nodes_ptr", "top_k_ptr", "only_ptr"), "*i64"),
         **dict.fromkeys(("temperature_ptr", "top_p_ptr", "max_ptr", "mass_ptr", "top_ptr", "cut_ptr"), "*fp32"),
@@ -368,6 +368,6 @@ def aot_builds() -> list[KernelBuild]:
             constants={"BLOCK": BLOCK, "BLOCK_C": blocks, "TILE": TILE},
             options={"num_warps": 4},
         )
-        for element in ELEMENTS.values()
+        for element in AOT_ELEMENTS
         for blocks in (1, 512, 1024, 2048)
     ]

@@ -188,8 +188,8 @@ def stride_names(*tensors: str) -> list[str]:
 
 
 AOT_SHAPES = [
-    *((torch.bfloat16, head_dim) for head_dim in (32, 64, 80, 96, 128, 256)),
-    *((torch.float16, head_dim) for head_dim in (64, 128)),
+    *((torch.bfloat16, head_dim) for head_dim in (64, 80, 128, 256)),
+    (torch.float16, 128),
     *((torch.float32, head_dim) for head_dim in (64, 128, 256)),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eyas.kernels.block_statistics import ELEMENTS
+from eyas.kernels.block_statistics import AOT_ELEMENTS
 from eyas.kernels.draw_tokens import pick
 from eyas.kernels.triton_support import KernelBuild, jit, next_power_of_two, on_device, tl
 from eyas.kernels.truncate import Truncated, probability
@@ -250,7 +250,7 @@ def _chain_decision_kernel(
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: both rules, with and without a draft vocabulary, every type."""
+    """The compilations that `eyas.kernels.aot` checks: both rules, with and without a draft vocabulary, two types."""
     distributions: dict[str, str] = {}
     for side in ("p", "q"):
         distributions |= {f"{side}_{name}": "*fp32" for name in ("temperature", "top", "cut")}
@@ -270,7 +270,7 @@ def aot_builds() -> list[KernelBuild]:
         "decision": (_chain_decision_kernel, {"CHUNK": CHUNK, "BLOCK_M": 128}, 4),
     }
     builds = []
-    for element in ELEMENTS.values():
+    for element in AOT_ELEMENTS:
         for has_map, rule in ((True, "block"), (True, "token"), (False, "block")):
             for name, (kernel, constants, warps) in kernels.items():
                 pointers = {

@@ -208,7 +208,7 @@ def test_kernel_equals_reference(
         how = same(B, (1.1, 0, 1.0))
     of_draft = same(B, (0.9, 0, 1.0))
     tokens = kept[torch.distributions.Categorical(logits=draft.float() / 0.9).sample()]
-    drafted = torch.tensor([chain, 1, 1, chain // 2, chain, -1])
+    drafted = torch.tensor([chain, 1, 1, chain // 2, min(chain, 2), -1])
     coins, bonus = torch.rand(B, chain, dtype=torch.float64), torch.rand(B, dtype=torch.float64)
     inputs = (Chains(tokens, drafted, target, draft, ids), rule, how, of_draft, coins, bonus)
     expected = verify_chain_reference(*inputs)

@@ -88,7 +88,7 @@ def test_kernel_equals_reference(
     nodes: int, vocabulary: int, random_parents: Callable[[int, int], Tensor], device: torch.device
 ) -> None:
     B = 5
-    num_nodes = torch.tensor([min(nodes, 21), nodes, 1, 0, min(nodes, 5)])
+    num_nodes = torch.tensor([min(nodes, 10), nodes, 1, 0, min(nodes, 3)])
     parents = random_parents(B, nodes)
     tokens = torch.randint(0, min(vocabulary, 8), (B, nodes))
     logits = torch.randn(B, nodes, vocabulary)
