@@ -18,8 +18,8 @@ from torch import Tensor
 from eyas.models.target_head import TargetHead
 from eyas.train.losses import LossMix, SlotTerms
 
-CHUNK_ELEMENTS = 1 << 25
-"""Logits of one chunk: 64 MiB in bf16."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits of one chunk: 32 MiB in bf16."""
 BLOCK_ELEMENTS = 1 << 19
 """Logits turned into gradients at a time: 2 MiB in fp32, what stays in the cache."""
 
