@@ -24,8 +24,10 @@ def state_sums(rows: Iterable[Tensor], *, layers: int) -> dict[str, Any]:
     """Return the token count, and per layer the sum of squares and the largest magnitude, of aux states [T, F]."""
     tokens, squares, largest = 0, torch.zeros(layers, dtype=torch.float64), torch.zeros(layers)
     for aux_TF in rows:
+        tokens += len(aux_TF)
+        if not layers:  # an EAGLE-1 head reads final states alone
+            continue
         states = aux_TF.float().unflatten(-1, (layers, -1))
-        tokens += len(states)
         squares += states.square().mean(-1).sum(0, dtype=torch.float64)
         largest = torch.maximum(largest, states.abs().amax((0, 2)))
     return {"tokens": tokens, "squares": squares.tolist(), "largest": largest.tolist()}
@@ -55,7 +57,7 @@ def fidelity_sums(
 
 
 def _layers(aux_TF: Tensor, layers: int) -> tuple[Tensor, ...]:
-    return aux_TF.float().chunk(layers, -1)
+    return aux_TF.float().chunk(layers, -1) if layers else ()
 
 
 def _logits(head: TargetHead, final_ND: Tensor) -> Tensor:

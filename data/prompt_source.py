@@ -60,6 +60,12 @@ class PromptSource:
         name = Path(self.dataset.name if self.dataset else str(self.file)).name
         return name.removesuffix(".gz").rsplit(".", 1)[0] if self.dataset is None else name
 
+    @property
+    def label(self) -> str:
+        """What the corpus calls it: its name, a file's without the folders it lies in."""
+        bundled = self.path is None or self.path.startswith("bundled:")
+        return self.name if bundled else Path(self.name).name
+
     def rows(self) -> Iterator[RawRow]:
         """Yield the rows, at most `limit`."""
         file = self.file

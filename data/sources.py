@@ -151,12 +151,12 @@ def _checked(
     if tools:
         messages[0] = {**messages[0], "tools": tools}
     category = source.category or str(value.get("category") or source.stem)
-    conversation = Conversation("", category, source.name, tuple(messages))
+    conversation = Conversation("", category, source.label, tuple(messages))
     if plan.template is not None:
         _check_rendering(plan.template, list(conversation.prompt().messages), plan.max_tokens)
     name, repeated = _own_id(value, row.number, source, taken)
     repairs = [*row.repairs, *(["lone surrogate"] if lone else []), *repairs, *(["repeated id"] if repeated else [])]
-    return Conversation(name, category, source.name, conversation.messages), repairs
+    return Conversation(name, category, source.label, conversation.messages), repairs
 
 
 def _own_id(row: dict[str, object], number: int, source: PromptSource, taken: set[str]) -> tuple[str, bool]:

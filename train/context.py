@@ -8,16 +8,17 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from eyas.data.conversation import Prompt
+from eyas.data.encode import ChatTemplate
 from eyas.data.ranks import Ranks
-from eyas.data.sources import read_prompts
+from eyas.data.sources import SourcesReport, read_prompts
 from eyas.inference.draft import DynamicTree
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_for
 from eyas.models.kv_cache import attention_kinds
-from eyas.models.target import Target, model_fingerprint
+from eyas.models.target import Target, load_tokenizer, model_fingerprint
 from eyas.train.progress import Reporter
-from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, source_hash
+from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, read_given, source_hash
 from eyas.train.ranks import launched_ranks
 from eyas.train.recipe import HeadSection, Recipe
 from eyas.train.run_folder import RunFolder, fingerprint
@@ -83,6 +84,17 @@ class RunContext:
             return AutoConfig.from_pretrained(folder).get_text_config()
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the config of target {name!r}: {error}") from None
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The target's chat template with the recipe's arguments."""
+        return ChatTemplate(load_tokenizer(self.recipe.target.model), self.recipe.target.template_arguments)
+
+    @cached_property
+    def given(self) -> SourcesReport:
+        """The given conversations, read once for all that ask; raises RowsRefused."""
+        positions = self.target_config.max_position_embeddings
+        return read_given(self.recipe, self.template, positions=positions, reporter=self.reporter)
 
     @cached_property
     def head_config(self) -> HeadConfig:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.data.sources import RowsRefused
 from eyas.models.errors import CheckFailed
 from eyas.train.break_even import BreakEven, break_even_table
 from eyas.train.context import RunContext
@@ -120,7 +121,10 @@ def unfinished(context: RunContext, stages: tuple[str, ...]) -> list[str]:
 
 def check_plan(context: RunContext, stages: tuple[str, ...]) -> None:
     """Raise CheckFailed when some stages cannot finish on this machine's disk and memory, naming a smaller setting."""
-    plan = make_plan(context, stages=stages)
+    try:
+        plan = make_plan(context, stages=stages)
+    except RowsRefused:
+        return  # the stage that reads them says so, with its table
     if plan.refusals:
         raise CheckFailed(f"{' '.join(plan.refusals)} {advice(plan)}")
 

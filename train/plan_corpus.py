@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.data.corpus import load_corpus
-from eyas.data.encode import ChatTemplate
 from eyas.data.synthesize import validation_shares
-from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
-from eyas.train.prompt_sources import given_prompts
 from eyas.train.recipe import AnswerStyleSection, Recipe
 
 
@@ -50,9 +47,8 @@ class PromptLengths:
 
 def prompt_lengths(context: RunContext) -> PromptLengths:
     """Return the lengths of a recipe's given prompts on its target's chat template."""
-    recipe = context.recipe
-    template = ChatTemplate(load_tokenizer(recipe.target.model), recipe.target.template_arguments)
-    prompts = given_prompts(recipe, template, positions=context.target_config.max_position_embeddings)
+    template = context.template
+    prompts = [conversation.prompt() for conversation in context.given.conversations]
     given = (template.ids(list(prompt.messages), add_generation_prompt=True) for prompt in prompts)
     frame = template.ids([{"role": "user", "content": ""}], add_generation_prompt=True)
     return PromptLengths(tuple(map(len, given)), len(frame))

@@ -11,7 +11,7 @@ CORPUS_ROW, CORPUS_TOKEN = 220, 9.0  # a JSON line: its keys and ids; a token as
 SHARD_ROW = 100  # a row's share of its shard's header
 MEASUREMENT, MEASURED_TOKEN = 560, 14  # a line of measurements.jsonl
 REPORT, REPORT_MEASUREMENT = 260_000, 950  # report.html with its plots, report.json and acceptance.png
-METRICS_STEP, CURVES = 205, 90_000  # a line of metrics.jsonl; curves.png
+METRICS_STEP, CURVES, COVERAGE = 205, 90_000, 56_000  # a line of metrics.jsonl; curves.png; coverage.json and .png
 STATE_FRAME, HEAD_FRAME = 16_000, 4_000  # what a checkpoint and a head's folder hold besides tensors
 
 
@@ -50,7 +50,8 @@ def state_bytes(facts: Facts) -> int:
 def train_bytes(facts: Facts) -> int:
     """Return the bytes of the checkpoints kept, the best head, the metrics and their curves."""
     best = 4 * facts.head.parameters + facts.vocabulary_map + HEAD_FRAME
-    return KEEP * state_bytes(facts) + best + METRICS_STEP * facts.steps + CURVES
+    coverage = 0 if facts.head_config.full_vocabulary else COVERAGE
+    return KEEP * state_bytes(facts) + best + METRICS_STEP * facts.steps + CURVES + coverage
 
 
 def measurements(facts: Facts) -> int:

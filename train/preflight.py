@@ -23,7 +23,6 @@ from eyas.models.heads import new_head
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
 from eyas.train.context import RunContext
-from eyas.train.prompt_sources import given_prompts
 
 Verdict = Literal["ok", "warning", "failed", "not checked"]
 WRITTEN_PROMPTS, WRITTEN_TOKENS = 4, 48  # replies that the target writes where there is no corpus yet
@@ -75,8 +74,8 @@ class Probe:
 
     def _write(self) -> list[tuple[str, TokenizedExample]]:
         section = self.recipe.synthesize
-        given = given_prompts(self.recipe, self.template, positions=self.context.target_config.max_position_embeddings)
-        messages = [(prompt.id, list(prompt.messages)) for prompt in given[:WRITTEN_PROMPTS]]
+        given = [conversation.prompt() for conversation in self.context.given.conversations[:WRITTEN_PROMPTS]]
+        messages = [(prompt.id, list(prompt.messages)) for prompt in given]
         messages = messages or [("hello", [{"role": "user", "content": "Hello, what can you do for me?"}])]
         asked = {name: tuple(self.template.ids(turns, add_generation_prompt=True)) for name, turns in messages}
         tokens = min(section.max_reply_tokens, WRITTEN_TOKENS)

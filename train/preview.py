@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 from eyas.data.corpus import load_corpus
-from eyas.data.encode import ChatTemplate
 from eyas.data.supervision import EXAMPLE, ShownRow, check_supervision, show_conversation, spans_of
 from eyas.models.errors import UserError
-from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
-from eyas.train.prompt_sources import read_given
+from eyas.train.prompt_sources import with_table
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,14 @@ def preview(context: RunContext, *, rows: int) -> Preview:
     """Return `rows` rows, evenly spread; raises CheckFailed when no token or every token is supervised."""
     if rows < 1:
         raise UserError(f"--rows takes a number of rows from 1 on, given {rows}.")
-    tokenizer = load_tokenizer(context.recipe.target.model)
-    template = ChatTemplate(tokenizer, context.recipe.target.template_arguments)
+    template = context.template
     key = context.fingerprints["synthesize"]
     if context.folder.is_finished("synthesize", key):
         corpus = [row for row in load_corpus(context.folder.of("synthesize") / "corpus.jsonl") if row.split == "train"]
         shown = [ShownRow(row.id, row.source, row.category, spans_of(template, row.example())) for row in corpus]
         origin = f"Rows of the corpus in {context.folder.of('synthesize')}."
     elif context.recipe.synthesize.prompts:
-        given = read_given(
-            context.recipe, template, positions=context.target_config.max_position_embeddings, reporter=context.reporter
-        )
+        given = with_table(lambda: context.given, context.reporter, None)
         shown = [show_conversation(template, conversation) for conversation in given.conversations]
         origin = "The given conversations; there is no corpus of this recipe yet, so replies are stand-ins or as given."
     else:

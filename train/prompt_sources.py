@@ -1,13 +1,13 @@
 """The prompt sources of a recipe: read once, before the target is loaded; their table is printed and saved."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from eyas.data.conversation import Prompt
 from eyas.data.corpus import CorpusRow, write_atomically
 from eyas.data.dedup import DedupPlan, OverlapFinder
 from eyas.data.encode import ChatTemplate
@@ -36,12 +36,10 @@ def overlap_sets(recipe: Recipe) -> tuple[str, ...]:
     return recipe.evaluate.prompts if dedup.overlap_with is None else dedup.overlap_with
 
 
-def read_given(
-    recipe: Recipe, template: ChatTemplate, *, positions: int, reporter: Reporter, folder: Path | None = None
-) -> SourcesReport:
-    """Return the recipe's given conversations; prints the table of their rows and saves it to `folder`.
+def read_given(recipe: Recipe, template: ChatTemplate, *, positions: int, reporter: Reporter) -> SourcesReport:
+    """Return the recipe's given conversations.
 
-    `positions` is how many the target has: prompt and reply must fit. Raises RowsRefused, the table printed and saved.
+    `positions` is how many the target has: prompt and reply must fit. Raises RowsRefused.
     """
     section = recipe.synthesize
     texts = [text for name in overlap_sets(recipe) for prompt in read_prompts(name) for text in prompt.user_texts()]
@@ -54,20 +52,19 @@ def read_given(
         evaluation=tuple(texts),
         seed=section.seed,
     )
+    with reporter.bar("rows") as bar:
+        return read_sources(prompt_sources(recipe), plan, say=reporter.say, progress=bar.update)
+
+
+def with_table(read: Callable[[], SourcesReport], reporter: Reporter, folder: Path | None) -> SourcesReport:
+    """Return what `read` returns, the table of its rows printed and saved to `folder`, also when it is refused."""
     try:
-        with reporter.bar("rows") as bar:
-            report = read_sources(prompt_sources(recipe), plan, say=reporter.say, progress=bar.update)
+        report = read()
     except RowsRefused as error:
         _show(error.table, reporter, folder)
         raise
     _show(report.table, reporter, folder)
     return report
-
-
-def given_prompts(recipe: Recipe, template: ChatTemplate, *, positions: int) -> list[Prompt]:
-    """Return the recipe's given conversations up to their last question, read without a word."""
-    report = read_given(recipe, template, positions=positions, reporter=Reporter(quiet=True))
-    return [conversation.prompt() for conversation in report.conversations]
 
 
 def check_apart(recipe: Recipe, corpus: list[CorpusRow]) -> None:

@@ -16,9 +16,8 @@ from eyas.data.styles import AnswerStyle
 from eyas.data.supervision import EXAMPLE, check_supervision, show_conversation
 from eyas.data.synthesize import ANY_PROMPT, SynthesisPlan, SynthesisReport, stops_with, synthesize
 from eyas.models.bundled import resolve_model
-from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
-from eyas.train.prompt_sources import read_given
+from eyas.train.prompt_sources import with_table
 from eyas.train.recipe import AnswerStyleSection
 
 LOOKED_AT = 32  # conversations whose mask is checked before the target is loaded
@@ -28,11 +27,9 @@ SMOKE = 20_000  # reply tokens, below which a head learns too little to be judge
 def run_synthesize(context: RunContext) -> dict[str, Any]:
     """Write corpus/corpus.jsonl and return its counts."""
     section = context.recipe.synthesize
-    template = ChatTemplate(load_tokenizer(context.recipe.target.model), context.recipe.target.template_arguments)
-    given = read_given(
-        context.recipe, template, positions=context.target_config.max_position_embeddings, reporter=context.reporter,
-        folder=context.folder.of("synthesize") if context.ranks.first else None,
-    )  # fmt: skip
+    template = context.template
+    folder = context.folder.of("synthesize") if context.ranks.first else None
+    given = with_table(lambda: context.given, context.reporter, folder)
     check_supervision([show_conversation(template, row) for row in given.conversations[:LOOKED_AT] or [EXAMPLE]])
     plan = synthesis_plan(context)
     backend = BACKENDS[section.backend.kind](context, template, plan)

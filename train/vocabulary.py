@@ -12,6 +12,7 @@ from eyas.data.encode import ChatTemplate
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.target import load_tokenizer
 from eyas.train.context import RunContext
+from eyas.train.ranks import is_main_rank
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32000, 64000, 128000)
 ALL = "all"
@@ -36,11 +37,12 @@ def choose_vocabulary(
     forced = {template.end_of_turn, *tokenizer.all_special_ids}
     vocabulary = DraftVocabulary.from_counts(counts["train"], size=config.draft_vocab_size, forced=forced)
     coverage = {name: vocabulary.coverage(count) for name, count in counts.items()}
-    table = coverage_table(rows, counts["train"], forced=forced, chosen=config.draft_vocab_size)
-    folder = context.folder.of("train")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "coverage.json", json.dumps(table, indent=2))
-    plot_coverage(table, folder / "coverage.png")
+    if is_main_rank():
+        table = coverage_table(rows, counts["train"], forced=forced, chosen=config.draft_vocab_size)
+        folder = context.folder.of("train")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "coverage.json", json.dumps(table, indent=2))
+        plot_coverage(table, folder / "coverage.png")
     context.reporter.say(
         f"  draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, covering "
         + ", ".join(f"{share:.2%} of generated {name} tokens" for name, share in coverage.items())

@@ -19,7 +19,6 @@ from eyas.data.extract_plan import ExtractionPlan
 from eyas.data.feature_batch import collate
 from eyas.data.feature_row import FeatureRow
 from eyas.data.feature_store import FeatureStore
-from eyas.data.forward_rows import first_argmax
 from eyas.data.shard import encode_row, write_shard
 from eyas.models.errors import UserError
 from eyas.models.target import Target, TargetOutput
@@ -407,17 +406,3 @@ def test_no_tensor_of_a_rows_tokens_by_the_vocabulary_is_ever_made(tmp_path: Pat
     assert store.manifest.taught == length - 1001
     assert largest.elements <= 256 * vocab
     assert sum(path.stat().st_size for path in tmp_path.glob("shard-*")) < length * vocab // 100
-
-
-@pytest.mark.parametrize("vocab", [97, 511, 512, 513, 2048, 49152])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_argmax_by_blocks_is_the_first_largest(vocab: int, dtype: torch.dtype) -> None:
-    logits = torch.randn(7, vocab).to(dtype)
-    logits[0] = 0
-    logits[1, [vocab // 3, vocab - 1]] = 50
-    logits[2, vocab - 1] = 50
-    logits[3] = -torch.inf
-    expected = [int((row == row.max()).nonzero()[0]) for row in logits]
-    assert first_argmax(logits).tolist() == expected
-    assert expected[:4] == [0, vocab // 3, vocab - 1, 0]
-    assert first_argmax(logits[:0]).tolist() == []

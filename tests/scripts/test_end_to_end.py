@@ -24,7 +24,7 @@ from eyas.train.run_folder import STAGES
 # What a stage writes first: the moment it is killed at. The export stage writes its folder at once, so there it is the
 # note that the stage has begun.
 FIRST_OUTPUT = {
-    "synthesize": "corpus/replies/part-00000.jsonl",
+    "synthesize": "corpus/replies/part-000-00000.jsonl",
     "extract": "features/shard-00000.safetensors",
     "train": "training/checkpoints/step-0000002.pt",
     "evaluate": "evaluation/measurements.jsonl",

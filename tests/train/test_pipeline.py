@@ -110,7 +110,6 @@ def test_the_folder_holds_the_whole_recipe_and_the_summary(
     ("key", "value", "first"),
     [
         ("synthesize.seed", 1, "synthesize"),
-        ("target.template_arguments", {"enable_thinking": False}, "synthesize"),
         ("synthesize.answers", [{"temperature": 0.5, "top_p": 0.9}], "synthesize"),
         ("synthesize.backend.token_ids", False, "synthesize"),
         ("synthesize.backend.concurrency", 3, None),
@@ -140,6 +139,14 @@ def test_a_changed_key_reruns_its_stage_and_those_after_it(
     assert stages.fresh() == expected
     for name in expected:
         assert len((folder / FOLDERS[name] / "lines").read_text().split()) == 1  # what was there before is gone
+
+
+def test_template_arguments_are_part_of_every_stages_fingerprint(fields: dict[str, Any], folder: Path) -> None:
+    keys = [
+        RunContext(parse_recipe(recipe, where="here"), RunFolder(folder), Reporter(quiet=True)).fingerprints
+        for recipe in (fields, changed(fields, "target.template_arguments", {"enable_thinking": False}))
+    ]
+    assert all(keys[0][stage] != keys[1][stage] for stage in ALL)
 
 
 @pytest.mark.parametrize(("name", "first"), [("train.jsonl", "synthesize"), ("eval.jsonl", "evaluate")])

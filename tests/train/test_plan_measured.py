@@ -76,7 +76,7 @@ def write_corpus(context: RunContext, *, rows: int, length: int) -> None:
         ids = torch.randint(3, 200, (length,), generator=random).tolist()
         split = "validation" if number < 2 else "train"
         made.append(
-            CorpusRow(f"r{number}", "given", "x", split, 0.0, tuple(ids[:40]), tuple(ids[40:]), "length", "", "")
+            CorpusRow(f"r{number}", "given", "x", split, 0.0, tuple(ids), ((40, len(ids)),), "length", "", ("",))
         )
     context.folder.begin("synthesize", context.fingerprints["synthesize"])
     write_atomically(context.folder.of("synthesize") / "corpus.jsonl", to_jsonl(made))

@@ -14,7 +14,7 @@ from eyas.data.sources import RowsRefused, SourcesReport
 from eyas.models.errors import CheckFailed, UserError
 from eyas.tests.toys import byte_tokenizer
 from eyas.train.progress import Reporter
-from eyas.train.prompt_sources import check_apart, overlap_sets, read_given, source_hash
+from eyas.train.prompt_sources import check_apart, overlap_sets, read_given, source_hash, with_table
 from eyas.train.recipe import Recipe
 from eyas.train.recipe_io import parse_recipe
 
@@ -33,7 +33,8 @@ def recipe(prompts: list[Any], evaluation: list[str], **synthesize: Any) -> Reci
 
 def read(asked: Recipe, folder: Path, *, positions: int = 512) -> SourcesReport:
     template = ChatTemplate(byte_tokenizer())
-    return read_given(asked, template, positions=positions, reporter=Reporter(), folder=folder)
+    reporter = Reporter()
+    return with_table(lambda: read_given(asked, template, positions=positions, reporter=reporter), reporter, folder)
 
 
 def test_rows_are_read_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +85,7 @@ def test_overlap_is_with_the_evaluation_sets_unless_others_are_named() -> None:
 
 def corpus_row(text: str, **fields: Any) -> CorpusRow:
     values = {"source": "given", "split": "train", **fields}
-    return CorpusRow("id", values["source"], "c", values["split"], 0.0, (1,), (2,), "stop", text, "reply")
+    return CorpusRow("id", values["source"], "c", values["split"], 0.0, (1, 2), ((1, 2),), "stop", text, ("reply",))
 
 
 def test_an_evaluation_set_that_changed_after_synthesis_may_not_hold_training_prompts(tmp_path: Path) -> None:
