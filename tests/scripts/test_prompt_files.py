@@ -11,7 +11,7 @@ from eyas.data.supervision import CLOSE, OPEN
 from eyas.tests.data.test_sources import DIRTY
 from eyas.tests.data.test_supervision import Page
 from eyas.tests.scripts.test_cli import Eyas, eyas, model, recipe, refused
-from eyas.tests.toys import CHATML, byte_tokenizer
+from eyas.tests.toys import byte_tokenizer
 
 __all__ = ["eyas", "model", "recipe"]  # fixtures
 GOOD = [json.dumps({"id": f"good-{n}", "question": f"what is {n} and {n}?"}) for n in range(4)]
@@ -32,9 +32,9 @@ def test_a_dirty_file_runs_with_its_table_and_every_used_row_is_answered(eyas: E
     ids = {row.id.rpartition("/")[0] for row in load_corpus(Path("run/corpus/corpus.jsonl"))}
     assert len(ids) == table["used"] == 7
     assert "rows of the prompt sources" in outcome.err
-    for reason, count in (reason for part in ("repaired", "dropped") for reason in table["sources"][0][part].items()):
-        line = next(line for line in outcome.err.splitlines() if reason in line and str(count) in line)
-        assert line.startswith("  ")
+    for reason in (reason for part in ("repaired", "dropped") for reason in table["sources"][0][part]):
+        assert reason.split()[0] in outcome.err
+    assert all(line.startswith(("  ", "[")) for line in outcome.err.splitlines())
     assert "smoke run" in outcome.err
 
 
@@ -96,9 +96,8 @@ def test_a_template_that_supervises_everything_stops_before_the_target_is_loaded
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((model / "config.json").read_text())  # no weights: nothing can be loaded
-    template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] == 'assistant' %}")
-    bare = template.replace("'<|im_start|>' + m['role'] + '\n' + ", "").replace("<|im_start|>assistant\n", "")
-    byte_tokenizer(bare).save_pretrained(broken)
+    replies = "{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    byte_tokenizer(replies).save_pretrained(broken)
     outcome = eyas(verb, recipe, "--out", "run", "--set", f"target.model={broken}")
     assert outcome.code == 1
     assert "error: every token is supervised in the" in outcome.err

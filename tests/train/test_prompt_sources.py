@@ -27,7 +27,10 @@ def write(path: Path, texts: list[str]) -> str:
 
 
 def recipe(prompts: list[Any], evaluation: list[str], **synthesize: Any) -> Recipe:
-    sections = {"synthesize": {"prompts": prompts, **synthesize}, "evaluate": {"prompts": evaluation}}
+    sections = {
+        "synthesize": {"prompts": prompts, **synthesize},
+        "evaluate": {"prompts": evaluation or ["bundled:eval"]},
+    }
     return parse_recipe({"name": "x", "target": {"model": "m"}, **sections}, where="here")
 
 
