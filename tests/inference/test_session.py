@@ -218,7 +218,7 @@ def test_a_request_that_fails_at_its_prefill_leaves_the_others_as_they_were() ->
     target = tiny_target(layers=2, aux_layers=())
     session = Engine(target).session()
     session.join([GenerationRequest(PROMPTS[1], 20)])
-    poisoned = next(token for token in range(97) if token not in (*PROMPTS[0], *PROMPTS[1], *TEXTS[0], *TEXTS[1]))
+    poisoned = 11
     whole = target.embedding.weight[poisoned].clone()
     target.embedding.weight[poisoned] = float("nan")
     with pytest.raises(FloatingPointError, match="NaN"):
