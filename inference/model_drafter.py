@@ -137,7 +137,7 @@ class ModelDrafting:
         ids_RT = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in new])
         slots_RT = torch.tensor([row.cached for row in rows])[:, None] + torch.arange(longest)
         mask_R1TL = torch.arange(int(slots_RT.max()) + 1) <= slots_RT[:, None, :, None]
-        limit = self.model.config.max_position_embeddings - 1  # what lies past it is cut by the request's limit anyway
+        limit = self.model.position_limit - 1  # what lies past it is cut by the request's limit anyway
         self.cache.write_rows_at(slice(first, first + len(new)), slots_RT.to(device))
         out = self.model.forward(
             ids_RT.to(device),

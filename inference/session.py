@@ -83,7 +83,8 @@ class Session:
         try:
             events = self._emit(joined, [DraftTree.root(0)] * len(joined), logits_RV[:, None])[1]
         except FloatingPointError:
-            del self.rows[first:]  # those that were running go on
+            del self.rows[first:]  # those that were running go on, and must meet no NaN in slots they only mask
+            self.cache.clear(slice(first, None))
             raise
         if self.drafting is not None:
             capacity = max(_need(row.request) for row in self.rows)
@@ -107,7 +108,7 @@ class Session:
         lengths_R = torch.tensor([row.cached for row in self.rows])
         positions_RN = lengths_R[:, None] + batch.depths_RN
         # Nodes past the last position are cut by the limit anyway; dynamic RoPE would turn all other nodes by them.
-        positions_RN = positions_RN.clamp(max=self.target.config.max_position_embeddings - 1)
+        positions_RN = positions_RN.clamp(max=self.target.position_limit - 1)
         mask_RNL = batch.sight(lengths_R)
         slots_RN = lengths_R[:, None] + torch.arange(N)
         key_positions_RL = torch.arange(mask_RNL.shape[2]).repeat(R, 1).scatter_(1, slots_RN, positions_RN)

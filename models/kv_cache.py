@@ -132,6 +132,11 @@ class KVCache(Cache):
         for layer in self.buffers:
             layer.keys[destination], layer.values[destination] = layer.keys[source], layer.values[source]
 
+    def clear(self, rows: slice) -> None:
+        """Set rows to zero: what a mask hides must still be a number."""
+        for layer in self.buffers:
+            layer.keys[rows], layer.values[rows] = 0.0, 0.0
+
     def move(self, rows_M: Tensor, sources_M: Tensor, destinations_M: Tensor) -> None:
         """Move keys within their rows, all at once: the accepted paths, in place."""
         for layer in self.buffers:

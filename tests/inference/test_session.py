@@ -214,6 +214,23 @@ def test_one_target_forward_and_one_step_per_level_serve_the_whole_batch(monkeyp
     assert rounds > 3
 
 
+def test_a_request_that_fails_at_its_prefill_leaves_the_others_as_they_were() -> None:
+    target = tiny_target(layers=2, aux_layers=())
+    session = Engine(target).session()
+    session.join([GenerationRequest(PROMPTS[1], 20)])
+    poisoned = 11
+    whole = target.embedding.weight[poisoned].clone()
+    target.embedding.weight[poisoned] = float("nan")
+    with pytest.raises(FloatingPointError, match="NaN"):
+        session.join([GenerationRequest((5, poisoned, 7, 8, 9, 1, 2, 3, 4, 5, 6), 4)])
+    target.embedding.weight[poisoned] = whole
+    events = session.join([GenerationRequest(PROMPTS[0], 20)])
+    while len(session):
+        events += session.round()
+    texts = {event.number: list(event.finished.token_ids) for event in events if event.finished}
+    assert sorted(texts.values()) == sorted([greedy(target, PROMPTS[1], 20), greedy(target, PROMPTS[0], 20)])
+
+
 class Foreign:
     """A drafter that returns one given tree for every row."""
 
