@@ -160,9 +160,13 @@ def _sync_folder(folder: Path) -> None:
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return the header of a file written by `save_whole`; raises UserError when it is damaged or of another schema."""
+    return _header(_open(path), path)
+
+
+def _open(path: Path) -> Any:
+    """Return a safetensors file, memory-mapped (its Python types are not complete)."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return _header(file, path)
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read feature shard {path.name}: {error}; delete it and run extract again.") from error
 
@@ -179,12 +183,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._file: Any = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"cannot read feature shard {path.name}: {error}; delete it and run extract again."
-            ) from error
+        self._file = _open(path)
         header = _header(self._file, path)
         self.spec = FeatureSpec.from_json(header["spec"])
         self.row_ids: list[str] = header["row_ids"]
