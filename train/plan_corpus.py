@@ -54,6 +54,13 @@ def prompt_lengths(context: RunContext) -> PromptLengths:
     return PromptLengths(tuple(map(len, given)), len(frame))
 
 
+def lengths_in(context: RunContext, folder: Path) -> PromptLengths:
+    """Return the same of a finished corpus, its given conversations up to their first reply."""
+    rows = load_corpus(folder / "corpus.jsonl")
+    frame = context.template.ids([{"role": "user", "content": ""}], add_generation_prompt=True)
+    return PromptLengths(tuple(len(row.prompt_ids) for row in rows if row.source != "self"), len(frame))
+
+
 def count_finished(folder: Path) -> CorpusCounts:
     """Return the counts of a finished corpus."""
     rows = load_corpus(folder / "corpus.jsonl")

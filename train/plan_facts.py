@@ -11,7 +11,14 @@ from eyas.models.head_config import HeadConfig
 from eyas.models.heads import new_head
 from eyas.models.size import TargetSize, target_size
 from eyas.train.context import RunContext, draft_vocab_size, read_all_prompts
-from eyas.train.plan_corpus import CorpusCounts, PromptLengths, count_allowed, count_finished, prompt_lengths
+from eyas.train.plan_corpus import (
+    CorpusCounts,
+    PromptLengths,
+    count_allowed,
+    count_finished,
+    lengths_in,
+    prompt_lengths,
+)
 from eyas.train.recipe import Recipe
 
 CUDA_CONTEXT = 600 << 20  # what CUDA and its libraries take of a device before any tensor is there
@@ -99,10 +106,10 @@ def gather_facts(context: RunContext) -> Facts:
     own = recipe.synthesize.self_heldout if recipe.evaluate.self_heldout else 0
     weights = Path(resolve_model(recipe.target.model)).glob("*.safetensors")
     on_cpu = not context.device.startswith("cuda")
-    lengths = prompt_lengths(context)
     finished = context.folder.is_finished("synthesize", context.fingerprints["synthesize"])
     corpus = context.folder.of("synthesize")
     exact = finished and (corpus / "corpus.jsonl").is_file()  # where it is missing, the stage that reads it will say so
+    lengths = lengths_in(context, corpus) if exact else prompt_lengths(context)
     counts = count_finished(corpus) if exact else count_allowed(recipe, lengths)
     return Facts(
         recipe=recipe,

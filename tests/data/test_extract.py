@@ -4,12 +4,10 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from eyas.data import shard as shard_module
@@ -22,7 +20,7 @@ from eyas.data.feature_store import FeatureStore
 from eyas.data.shard import encode_row, write_shard
 from eyas.models.errors import UserError
 from eyas.models.target import Target, TargetOutput
-from eyas.tests.data.toys import corpus_rows, spec_of
+from eyas.tests.data.toys import Largest, corpus_rows, spec_of
 from eyas.tests.toys import AUX_LAYERS, tiny_config, tiny_target
 
 TARGET = tiny_target()
@@ -382,19 +380,6 @@ def test_corpus_that_teaches_nothing_or_repeats_an_id_is_refused(tmp_path: Path,
     with pytest.raises(UserError, match=message):
         run(tmp_path / "new", given)
     assert not (tmp_path / "new").exists()
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
-        return out
 
 
 def test_no_tensor_of_a_rows_tokens_by_the_vocabulary_is_ever_made(tmp_path: Path) -> None:
