@@ -91,10 +91,10 @@ def _total(parts: list[dict[str, Any]], name: str, index: int) -> float:
 def describe(measured: dict[str, Any], aux_layers: tuple[int, ...]) -> list[str]:
     """Return the measurements as lines for the user."""
     sizes = ", ".join(f"{k}: {rms:.3g}" for k, rms in zip(aux_layers, measured["rms"], strict=True))
-    lines = [f"  aux states, root mean square by layer: {sizes}"]
-    if max(measured["rms"]) > UNEVEN * max(min(measured["rms"]), 1e-12):
+    lines = [f"  aux states, root mean square by layer: {sizes}"] if aux_layers else []
+    if aux_layers and max(measured["rms"]) > UNEVEN * max(min(measured["rms"]), 1e-12):
         lines.append("  the aux layers differ in size a hundred times and more; head.fc_norm: true evens them out")
-    errors = ", ".join(f"{error:.2%}" for error in measured["aux_error"])
+    errors = ", ".join(f"{error:.2%}" for error in measured["aux_error"]) or "none kept"
     lines.append(
         f"  kept against computed, {measured['checked_positions']} positions: teacher KL {measured['kl']:.2g} nats, "
         f"same argmax {measured['agreement']:.2%}; relative error of aux states {errors}, of final states "

@@ -8,19 +8,21 @@ from eyas.train.plan_facts import Facts
 from eyas.train.training_state import KEEP
 
 CORPUS_ROW, CORPUS_TOKEN = 220, 9.0  # a JSON line: its keys and ids; a token as a number and as text
+REPLY_ROW, REPLY_TOKEN = 100, 6.0  # a reply's JSON line in its part
 SHARD_ROW = 100  # a row's share of its shard's header
 MEASUREMENT, MEASURED_TOKEN = 560, 14  # a line of measurements.jsonl
 REPORT, REPORT_MEASUREMENT = 260_000, 950  # report.html with its plots, report.json and acceptance.png
 METRICS_STEP, CURVES, COVERAGE = 205, 90_000, 56_000  # a line of metrics.jsonl; curves.png; coverage.json and .png
-STATE_FRAME, HEAD_FRAME = 16_000, 4_000  # what a checkpoint and a head's folder hold besides tensors
+STATE_FRAME, HEAD_FRAME, EXPORT_FRAME = 16_000, 4_000, 31_000  # what a checkpoint and heads hold besides tensors
 
 
 def synthesize_bytes(facts: Facts) -> int:
-    """Return the bytes of the corpus: parts while it is written, then one file of the same rows, and the user turns
-    that the target wrote.
+    """Return the bytes of the corpus, of the replies as they came in (ids alone), and of the user turns that the target
+    wrote.
     """
     counts, section = facts.counts, facts.recipe.synthesize
-    rows = 2 * (CORPUS_ROW * counts.rows + CORPUS_TOKEN * counts.tokens)
+    rows = CORPUS_ROW * counts.rows + CORPUS_TOKEN * counts.tokens
+    rows += REPLY_ROW * counts.rows + REPLY_TOKEN * counts.reply_tokens
     return round(rows + counts.self_prompts_asked * (CORPUS_ROW + CORPUS_TOKEN * section.self_prompt_tokens))
 
 
@@ -70,7 +72,7 @@ def evaluate_bytes(facts: Facts) -> int:
 
 def export_bytes(facts: Facts) -> int:
     """Return the bytes of the exported head."""
-    return DTYPE_BYTES[facts.recipe.export.dtype] * facts.head.parameters + facts.vocabulary_map + 2 * HEAD_FRAME
+    return DTYPE_BYTES[facts.recipe.export.dtype] * facts.head.parameters + facts.vocabulary_map + EXPORT_FRAME
 
 
 DISK: dict[str, Callable[[Facts], int]] = {

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from eyas.models.size import DTYPE_BYTES
 from eyas.models.target import CHECKED_TOKENS
+from eyas.train.draft_loss import CHUNK_ELEMENTS
 from eyas.train.plan_disk import extract_bytes
 from eyas.train.plan_facts import Facts
 
 VALIDATION_TOKENS = 2048  # of a batch of held-out rows (train/validation.py)
+LOGIT_BYTES = 14  # per logit of a chunk of the loss: head's and teacher's, their softmaxes, the gradient
 ARGMAX_CHUNK = 256  # positions whose full logits are there at once (data/extract.py)
 
 
@@ -100,8 +102,8 @@ def extract_phases(facts: Facts) -> list[Phase]:
 def train_phases(facts: Facts) -> list[Phase]:
     """The head with gradients and moments, the embedding and teacher rows it borrows, and what one batch keeps.
 
-    Per TTT step the backward pass needs the attention weights of all line positions (twice: in fp32 and as multiplied),
-    and for each supervised slot the draft distribution and the teacher's.
+    Of a TTT step the backward pass needs its activations, and of each supervised slot the output state with its
+    gradient: attention keeps no scores, and the loss works on one chunk of logits at a time.
     """
     section, target, config = facts.recipe.train, facts.target, facts.head_config
     head = 4 * facts.head.parameters
@@ -116,7 +118,7 @@ def train_phases(facts: Facts) -> list[Phase]:
     slots, U = round(tokens * replies), config.draft_vocab_size
     width = config.num_attention_heads * config.head_dim
     per_token = compute * (14 * config.hidden_size + 8 * width + 4 * config.intermediate_size) + 8 * config.hidden_size
-    scores = config.num_attention_heads * tokens * line
+    pairs = section.ttt_steps * slots
     work = {
         "process": facts.base,
         "head, gradients, moments": head + learning,
@@ -124,8 +126,8 @@ def train_phases(facts: Facts) -> list[Phase]:
         "embedding and teacher": borrowed,
         "batch": 4 * tokens * (config.aux_width + target.hidden_size),
         "activations": section.ttt_steps * tokens * per_token,
-        "attention": scores * ((section.ttt_steps - 1) * (6 if compute == 2 else 4) + 12),
-        "distributions": slots * U * (4 + 8 * section.ttt_steps + 12),
+        "output states": 3 * 4 * pairs * config.hidden_size,
+        "a chunk of logits": LOGIT_BYTES * min(CHUNK_ELEMENTS, pairs * U),
     }
     held_out = min(VALIDATION_TOKENS, facts.counts.validation_rows * facts.counts.longest_row)
     validation = {
@@ -134,7 +136,6 @@ def train_phases(facts: Facts) -> list[Phase]:
         "embedding and teacher": borrowed,
         "batch": 4 * held_out * (config.aux_width + target.hidden_size),
         "activations": 2 * held_out * per_token,
-        "attention": 12 * config.num_attention_heads * held_out * facts.counts.longest_row,
         "distributions": compute * held_out * U,
     }
     mapped = mapped_embedding + (extract_bytes(facts) if facts.maps else 0)

@@ -28,6 +28,7 @@ from eyas.train.run_folder import STAGES, RunFolder
 
 SPEED = Speed(flops_float32=1e11, flops_bfloat16=4e11, bytes_per_second=2e10, seconds_per_operation=1e-6)
 GB = 10**9
+MB = GB // 1000
 GPU = Speed(flops_float32=1e14, flops_bfloat16=1e15, bytes_per_second=4e12, seconds_per_operation=1e-6)
 EIGHT_B = TargetSize(
     parameters=8_030_000_000,
@@ -190,10 +191,10 @@ BIG = {
 
 
 def test_too_little_memory_names_the_stage_and_shorter_lines(model: Path, tmp_path: Path) -> None:
-    plan = make_plan(context_of(model, tmp_path, **BIG, plan={"memory": 3 * GB}))
+    plan = make_plan(context_of(model, tmp_path, **BIG, plan={"memory": 1200 * MB}))
     assert len(plan.refusals) == 1
     assert plan.refusals[0].startswith("stage train needs ")
-    assert "attention" in plan.refusals[0]
+    assert "activations" in plan.refusals[0]
     assert any(smaller.startswith("--set train.line_length=") for smaller in plan.smaller)
 
 
@@ -212,7 +213,7 @@ def test_nothing_smaller_is_said_to_fit_where_nothing_does(model: Path, tmp_path
 
 
 def test_only_the_stages_that_are_left_must_fit(model: Path, tmp_path: Path) -> None:
-    context = context_of(model, tmp_path, **BIG, plan={"memory": 3 * GB})
+    context = context_of(model, tmp_path, **BIG, plan={"memory": 1200 * MB})
     check_plan(context, STAGES[:2])
     with pytest.raises(CheckFailed, match="stage train needs"):
         check_plan(context, STAGES)

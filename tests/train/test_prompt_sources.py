@@ -56,7 +56,8 @@ def test_rows_are_read_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read(recipe(["bundled:train", write(tmp_path / "[bold].jsonl", ["one"])], []), tmp_path)
+    asked = recipe(["bundled:train", write(tmp_path / "[bold].jsonl", ["one"])], [], max_drop_share=0.5)
+    read(asked, tmp_path)
     said = capsys.readouterr().err
     assert "  bundled:train: schema messages (fits 100 of the first 100 rows)\n" in said
     assert "\u2502 bundled:train " in said
