@@ -1,10 +1,8 @@
 """Chat templates with known renderings, a target that writes short printable turns, and hand-made feature rows."""
 
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eyas.data.encode import ChatTemplate, TokenizedExample, encode_reply
@@ -128,16 +126,3 @@ def corpus_rows() -> list[tuple[str, TokenizedExample]]:
         rows.append(encode_reply(ids[: (length + 1) // 2], ids[(length + 1) // 2 :]))
     order = [5, 1, 0, 7, 3, 8, 2, 6, 4]
     return [(f"row-{n}", rows[n]) for n in order]
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
-        return out
