@@ -1,6 +1,5 @@
 """Chat templates with known renderings, a target that writes short printable turns, and hand-made feature rows."""
 
-
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
