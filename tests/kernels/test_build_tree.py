@@ -56,8 +56,7 @@ def test_the_reference_is_the_drafter_s_rerank(ties: bool) -> None:
     maker = DynamicTree(depth=5, top_k=4, num_draft_tokens=23)
     tokens, parents, depths, scores = pool(6, 5, 4, ties=ties)
     trees = build_tree_reference(torch.arange(6), tokens, parents, depths, scores, 23)
-    for row in range(6):
-        tree = maker._rerank(row, tokens[row], parents[row], depths, scores[row])
+    for row, tree in enumerate(maker._rerank(list(range(6)), tokens, parents, depths.expand(6, -1), scores)):
         assert torch.equal(trees.tokens_BN[row], tree.tokens_N)
         assert torch.equal(trees.parents_BN[row], tree.parents_N)
         assert torch.equal(trees.depths_BN[row], tree.depths_N)
