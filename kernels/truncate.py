@@ -26,8 +26,8 @@ from eyas.kernels.block_statistics import (
 )
 from eyas.kernels.triton_support import KernelBuild, jit, next_power_of_two, on_device, tl
 
-# Listed blocks per step of a pass: 1024 logits.
-TILE = 8
+# Listed blocks per step of a pass: 512 logits, the most that no architecture spills registers for.
+TILE = 4
 
 
 @dataclass(frozen=True)
