@@ -124,9 +124,9 @@ def _read(reading: _Reading, plan: ReadPlan, taken: set[str], say: Say, readings
     for row in chain(first, rows):
         try:
             conversation, repairs = _checked(row, source, tally.schema, splitter, plan, taken)
+            place = tally.add("repaired" if repairs else "kept", SEVERAL.join(repairs))
             if plan.strict and any(REASONS[repair].bad for repair in repairs):
                 raise _refused(f"{source.where(row)}: {SEVERAL.join(repairs)}", readings)
-            place = tally.add("repaired" if repairs else "kept", SEVERAL.join(repairs))
             reading.found.append((place, conversation))
         except BadRow as fault:
             tally.add("dropped", fault.reason)

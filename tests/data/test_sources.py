@@ -104,7 +104,8 @@ def test_strict_stops_at_the_first_row_that_loses_something(tmp_path: Path, numb
     harmless = outcome == "repaired" and not REASONS[reason].bad
     assert str(caught.value).startswith("p.jsonl line 4: broken JSON" if harmless else f"p.jsonl line 3: {reason}")
     assert isinstance(caught.value, CheckFailed)
-    assert caught.value.table.sources[0].kept == 2
+    (counts,) = caught.value.table.sources
+    assert (counts.read, counts.kept) == (4 if harmless else 3, 2)
 
 
 def test_above_the_drop_share_the_run_stops_with_the_table(tmp_path: Path) -> None:
