@@ -3,6 +3,7 @@
 Errors of the user are one sentence and exit code 2, failed checks one and exit code 1.
 """
 
+import logging
 import sys
 
 import typer
@@ -36,6 +37,7 @@ add_bench_verbs(app)
 
 def main() -> None:
     """Run the command line."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells every user which GPU libraries it could not load
     try:
         app(prog_name="eyas")
     except (UserError, CheckFailed, FloatingPointError) as error:
