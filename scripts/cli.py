@@ -37,7 +37,8 @@ add_bench_verbs(app)
 
 def main() -> None:
     """Run the command line."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells every user which GPU libraries it could not load
+    for chatty in ("torchao", "torch.utils._pytree"):  # on import they tell every user which GPU libraries are missing
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         app(prog_name="eyas")
     except (UserError, CheckFailed, FloatingPointError) as error:

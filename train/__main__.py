@@ -24,7 +24,8 @@ SHARED_STAGES = ("synthesize", "extract", "train")  # those whose work ranks div
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one stage of a recipe, "train" unless another is named, and return the exit code."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells every user which GPU libraries it could not load
+    for chatty in ("torchao", "torch.utils._pytree"):  # on import they tell every user which GPU libraries are missing
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(prog="python -m eyas.train", description="Run a stage of a recipe on many ranks.")
     parser.add_argument("recipe", help="a YAML file or the name of a bundled recipe")
     parser.add_argument("--stage", choices=SHARED_STAGES, default="train", help="the stage to run (default: train)")
