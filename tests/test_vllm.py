@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from eyas.data.corpus import load_corpus
 from eyas.models.checkpoint import save_head
 from eyas.models.export import export_head
 from eyas.models.launch import Serving
@@ -58,9 +59,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def corpus_prompts(run: Path, count: int) -> list[list[int]]:
+    """Return the prompts of the corpus's first rows."""
+    return [list(row.prompt_ids) for row in load_corpus(run / "run" / "corpus" / "corpus.jsonl")[:count]]
+
+
 def test_vllm_accepts_as_often_as_our_chain(run: Path) -> None:
-    corpus = [json.loads(line) for line in (run / "run" / "corpus" / "corpus.jsonl").read_text().splitlines()]
-    prompts = [row["prompt_ids"] for row in corpus[:24]]
+    prompts = corpus_prompts(run, 24)
     model, head = str(run / "model"), run / "run" / "head"
     stop = frozenset({int(json.loads((run / "model" / "config.json").read_text())["eos_token_id"])})
 
@@ -83,8 +88,7 @@ def test_a_head_whose_layer_ids_are_off_by_one_accepts_less(run: Path, tmp_path:
     config = json.loads((head / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [k - 1 for k in config["eagle_aux_hidden_state_layer_ids"]]
     (wrong / "config.json").write_text(json.dumps(config))
-    corpus = [json.loads(line) for line in (run / "run" / "corpus" / "corpus.jsonl").read_text().splitlines()]
-    prompts = [row["prompt_ids"] for row in corpus[:24]]
+    prompts = corpus_prompts(run, 24)
 
     right = run_vllm(tmp_path / "right", target=model, head=head, depth=DEPTH, prompts=prompts, tokens=64)
     off = run_vllm(tmp_path / "off", target=model, head=wrong, depth=DEPTH, prompts=prompts, tokens=64)
@@ -94,8 +98,7 @@ def test_a_head_whose_layer_ids_are_off_by_one_accepts_less(run: Path, tmp_path:
 
 
 def test_vllm_drafts_what_we_draft_token_by_token(run: Path) -> None:
-    corpus = [json.loads(line) for line in (run / "run" / "corpus" / "corpus.jsonl").read_text().splitlines()]
-    prompts = [row["prompt_ids"] for row in corpus[:12]]
+    prompts = corpus_prompts(run, 12)
     parity = verify_vllm(
         run / "run" / "head", str(run / "model"), vllm_python(), prompts=prompts, depth=DEPTH, max_new_tokens=64
     )
