@@ -10,6 +10,7 @@ Training unrolls `advance` over training-time-test steps and hands the output st
 the job of the `Attend` object handed in.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from eyas.models.target_head import TargetHead
 Scored = TypeVar("Scored")
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """A draft head. Token embeddings are the frozen target's, lent by `lend`, never saved here."""
 
     rope: HeadRope
@@ -65,29 +66,29 @@ class DraftHead(nn.Module):
         assert self._embedding, "call use_embedding(target.embedding) before drafting or training"
         return self._embedding[0](token_ids_BT)
 
+    @abstractmethod
     def states(self, aux_hidden: Tensor, final_hidden: Tensor) -> Tensor:
         """Return those of the target's states that this head reads: what `fuse` takes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fuse(self, states_BTF: Tensor) -> Tensor:
         """Return the first feature_BTD from the target's states."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self, feature_BTD: Tensor, token_ids_BT: Tensor, position_ids_BT: Tensor, context: Attend) -> Tensor:
         """Return the next feature_BTD.
 
         Slot t takes the feature at t and the embedding of token t+1, sits at RoPE position t (+ step) and predicts
         token t+2.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, feature: Tensor) -> Tensor:
         """Return draft logits of features that `advance` returned, [..., D] -> [..., U]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, feature_ND: Tensor, scorer: Callable[[Tensor, TargetHead], Scored]) -> Scored:
         """Return `scorer(output states_ND, output head)` of features: the objective, which makes no whole logits."""
-        raise NotImplementedError
 
     def step(
         self,

@@ -16,20 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.kernels.ttt_attention import first_visible
+
 QUERY_BLOCK = 64
 
 Attention = Callable[[Tensor, list[Tensor], list[Tensor], Tensor], Tensor]
-
-
-def first_visible(document_BT: Tensor) -> Tensor:
-    """Return the first step-0 slot each slot sees, int64 [B, T]: its document's first; padding (-1) sees only itself.
-
-    Documents are contiguous.
-    """
-    slots_T = torch.arange(document_BT.shape[1], device=document_BT.device)
-    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = (document_BT[:, 1:] != document_BT[:, :-1]) | (document_BT[:, 1:] < 0)
-    return torch.where(begins_BT, slots_T, 0).cummax(dim=1).values
 
 
 def ttt_attention_dense(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.kernels.ttt_attention import first_visible
 from eyas.models import ttt_attention
-from eyas.models.ttt_attention import TTT_ATTENTIONS, TTTContext, first_visible
+from eyas.models.ttt_attention import TTT_ATTENTIONS, TTTContext
 
 B, HEADS, KV, T, DIM, S = 2, 4, 2, 9, 8, 4
 ONE = [[0] * 9, [0] * 9]
