@@ -57,11 +57,12 @@ class RepeatFinder:
         if self.plan.exact and key in self.seen:
             return "exact duplicate"
         self.seen.add(key)
-        return "near duplicate" if self.plan.near and self._is_near("\n".join(text for _, text in asked)) else None
+        return "near duplicate" if self.near("\n".join(text for _, text in asked)) else None
 
-    def _is_near(self, text: str) -> bool:
+    def near(self, text: str) -> bool:
+        """Return whether a text nearly repeats an earlier one, else note it; False where the plan has this off."""
         found = WORD_OR_SIGN.findall(text.casefold())
-        if not found:
+        if not found or not self.plan.near:
             return False
         runs = {" ".join(found[i : i + SHINGLE]).encode() for i in range(max(1, len(found) - SHINGLE + 1))}
         signature = self.empty.copy()
@@ -72,6 +73,25 @@ class RepeatFinder:
         self.signatures[name] = signature
         self.index.insert(name, signature)
         return False
+
+
+class TextRepeats:
+    """Says of texts one by one whether each repeats an earlier one or stands in an evaluation set, and remembers them.
+
+    Case and white space do not make two texts different.
+    """
+
+    def __init__(self, plan: DedupPlan, evaluation: Iterable[str]) -> None:
+        self._seen: set[str] = set()
+        self._near = RepeatFinder(DedupPlan(exact=False, near=plan.near))
+        self._overlaps = OverlapFinder(evaluation if plan.overlap_words else (), run=plan.overlap_words)
+
+    def repeats(self, text: str) -> bool:
+        """Return whether a text is to be dropped."""
+        normal = " ".join(text.casefold().split())
+        known = normal in self._seen
+        self._seen.add(normal)
+        return known or self._overlaps.overlaps(text) or self._near.near(text)
 
 
 class OverlapFinder:

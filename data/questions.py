@@ -108,19 +108,6 @@ def check_validation(given: int, validation: int) -> None:
         )
 
 
-class ExactTexts:
-    """The texts seen so far; `repeats` says whether a text is one of them, case and white space aside, and adds it."""
-
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-
-    def repeats(self, text: str) -> bool:
-        normal = " ".join(text.split()).lower()
-        known = normal in self.seen
-        self.seen.add(normal)
-        return known
-
-
 @dataclass(frozen=True)
 class WrittenPrompt:
     """A user turn the target wrote; `complete` when it ended by itself."""

@@ -45,7 +45,7 @@ REASONS = {
     "tool turns": Reason("dropped", True, "the served template does not show the row's tool turns"),
     "refused by the template": Reason("dropped", True, "the served chat template raises an error for the row"),
     "not this template's text": Reason("dropped", True, "preformatted text that the served template does not render"),
-    "too long": Reason("dropped", True, "the prompt has more tokens than the recipe and the target allow"),
+    "too long": Reason("dropped", True, "the first prompt has more tokens than the recipe and the target allow"),
     "blank line": Reason("dropped", False, "the line holds nothing"),
     "exact duplicate": Reason("dropped", False, "an earlier row has the same system and user turns"),
     "near duplicate": Reason("dropped", False, "an earlier row has nearly the same words"),

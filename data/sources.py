@@ -16,10 +16,11 @@ from itertools import chain, islice
 
 from jinja2 import TemplateError
 
-from eyas.data.conversation import Conversation, Messages, Prompt
+from eyas.data.conversation import Conversation, Prompt
 from eyas.data.dedup import DedupPlan, OverlapFinder, RepeatFinder
 from eyas.data.encode import ChatTemplate
 from eyas.data.prompt_source import PROBE_ROWS, PromptSource, Say
+from eyas.data.questions import turns_of
 from eyas.data.row_checks import REASONS, BadRow, check_messages, mended
 from eyas.data.row_files import RawRow
 from eyas.data.row_table import SEVERAL, RowTable, RowTally
@@ -153,7 +154,7 @@ def _checked(
     category = source.category or str(value.get("category") or source.stem)
     conversation = Conversation("", category, source.label, tuple(messages))
     if plan.template is not None:
-        _check_rendering(plan.template, list(conversation.prompt().messages), plan.max_tokens)
+        _check_rendering(plan.template, conversation, plan.max_tokens)
     name, repeated = _own_id(value, row.number, source, taken)
     repairs = [*row.repairs, *(["lone surrogate"] if lone else []), *repairs, *(["repeated id"] if repeated else [])]
     return Conversation(name, category, source.label, conversation.messages), repairs
@@ -170,16 +171,21 @@ def _own_id(row: dict[str, object], number: int, source: PromptSource, taken: se
     return name, repeated and given is not None
 
 
-def _check_rendering(template: ChatTemplate, messages: Messages, max_tokens: int | None) -> None:
-    """Raise BadRow for a prompt that the served template refuses, does not show whole, or makes too long."""
+def _check_rendering(template: ChatTemplate, conversation: Conversation, max_tokens: int | None) -> None:
+    """Raise BadRow for a conversation that the served template refuses, does not show whole, or that starts too long.
+
+    Its turns are written anew from the first prompt on, and end where a later prompt has no room: that is no bad row.
+    """
+    messages = list(conversation.prompt().messages)
+    first = next(iter(turns_of(conversation.messages)), tuple(messages))
     try:
         text = template.text(messages, add_generation_prompt=True)
+        length = len(template.ids(list(first), add_generation_prompt=True))
     except (TemplateError, TypeError, ValueError) as error:
         raise BadRow("refused by the template", " ".join(str(error).split())[:80]) from None
     hidden = [m for m in messages if m["role"] == "tool" and m["content"].strip() not in text]
     if hidden:
         raise BadRow("tool turns", "the template leaves them out")
-    length = len(template.tokenizer(text, add_special_tokens=False).input_ids)
     if max_tokens is not None and length > max_tokens:
         raise BadRow("too long", f"{length} tokens, {max_tokens} allowed")
 

@@ -7,13 +7,14 @@ draw by its request's seed, so neither kills nor the number of processes show in
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from eyas.data.answering import Progress, ReplyLog, answer_all
 from eyas.data.backends import Backend
 from eyas.data.conversation import Conversation
 from eyas.data.corpus import CorpusRow, to_jsonl, write_atomically
+from eyas.data.dedup import DedupPlan, TextRepeats
 from eyas.data.dialogue import Dialogue
 from eyas.data.encode import ChatTemplate
 from eyas.data.questions import Question, check_validation, given_questions, split_prompts, without_leaks
@@ -33,7 +34,8 @@ class SynthesisPlan:
     `validation` conversations, half of them self-written and half taken evenly from the given ones, are kept from
     training and answered greedily: the checkpoint is chosen on them, never on the held-out ones. No prompt of any turn
     is longer than `max_prompt_tokens`, and none leaves fewer than `max_reply_tokens` of the target's `positions`.
-    `group` is explained in data/answering.py.
+    `group` is explained in data/answering.py. `dedup` says which of its own prompts are dropped: those that repeat
+    another or share a run of words with one of the `evaluation` texts.
     """
 
     self_prompts: int
@@ -50,6 +52,8 @@ class SynthesisPlan:
     seed: int
     steerings: tuple[Steering, ...] = (ANY_PROMPT,)
     group: int = 0
+    dedup: DedupPlan = field(default_factory=DedupPlan)
+    evaluation: tuple[str, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -109,7 +113,8 @@ def synthesize(
     kept, counts = write_prompts(
         backend, template, plan.steerings, plan.prompt_style, wanted=held_back + plan.self_prompts,
         max_tokens=plan.self_prompt_tokens, longest=plan.longest, stop_ids=stop_ids, seed=plan.seed,
-        folder=folder / "prompts", rows_per_part=plan.rows_per_part, ranks=ranks, progress=progress, group=plan.group,
+        folder=folder / "prompts", rows_per_part=plan.rows_per_part, ranks=ranks, progress=progress,
+        repeats=TextRepeats(plan.dedup, plan.evaluation), group=plan.group,
     )  # fmt: skip
     dropped, duplicates = (sum(getattr(one, name) for one in counts.values()) for name in ("dropped", "duplicates"))
     if len(kept) < held_back + min(1, plan.self_prompts):

@@ -28,19 +28,39 @@ class TemplateText:
         self.start, self.to_assistant, self.to_user = plain[0], plain[1], plain[2]
         self.system_start: str | None = system[0] if system else None
         self.after_system = system[1] if system else ""
+        waiting = _render(template, [{"role": "user", "content": MARKS[0]}], answer=True) or ""
+        self.header = waiting.partition(MARKS[0])[2]
 
     def messages(self, text: str) -> Messages:
         """Return the turns of a text; raises BadRow when the template would not render them as that text."""
-        turns = self._split(self._from_start(text))
+        turns = self._split(self._without_header(self._from_start(text)))
         marks = {token.content for token in self.template.tokenizer.added_tokens_decoder.values() if token.special}
         held = next((mark for turn in turns for mark in marks if mark in turn["content"]), None)
         if held is not None:  # a tool's turn, for example, would otherwise pass for something the user said
             raise BadRow(FAULT, f"a turn of it holds {held!r}")
         waiting = turns[-1]["role"] == "user"
-        again = [self._render(turns), self._render(turns, answer=True) if waiting else None]
-        if self._bare(text) not in [self._bare(rendered) for rendered in again if rendered is not None]:
+        if not self._renders(self.template, turns, text, waiting=waiting):
+            served = self.template.arguments
+            plain = ChatTemplate(self.template.tokenizer) if served else self.template
+            if served and self._renders(plain, turns, text, waiting=waiting):
+                names = ", ".join(f"{name}={value!r}" for name, value in served.items())
+                raise BadRow(FAULT, f"it was rendered without the template arguments of serving ({names})")
             raise BadRow(FAULT, "split at the template's headers it renders otherwise")
         return turns
+
+    def _renders(self, template: ChatTemplate, turns: Messages, text: str, *, waiting: bool) -> bool:
+        """Return whether the turns render as the text, with the header of a reply behind them if they are `waiting`."""
+        again = [_render(template, turns), _render(template, turns, answer=True) if waiting else None]
+        return self._bare(text) in [self._bare(rendered) for rendered in again if rendered is not None]
+
+    def _without_header(self, text: str) -> str:
+        """Return a text less the header of the reply it waits for, where that header opens more than a reply's turn.
+
+        With thinking off, for example, it holds an empty block of thoughts, which nobody said.
+        """
+        header, bare = self.header.rstrip(), text.rstrip()
+        more = header.strip() and header.strip() != self.to_assistant.strip()
+        return bare.removesuffix(header) if more and bare.endswith(header) else text
 
     def _split(self, text: str) -> Messages:
         start, system = self._from_start(self.start), self.system_start
@@ -76,7 +96,8 @@ class TemplateText:
 
     def _pieces(self, roles: tuple[str, ...]) -> list[str]:
         """Return the texts before, between and behind the contents of a probe; empty when it cannot be rendered."""
-        rendered = self._render([{"role": role, "content": mark} for role, mark in zip(roles, MARKS, strict=False)])
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS, strict=False)]
+        rendered = _render(self.template, turns)
         if rendered is None:
             return []
         pieces = []
@@ -87,8 +108,9 @@ class TemplateText:
             pieces.append(before)
         return [*pieces, rendered]
 
-    def _render(self, turns: Messages, *, answer: bool = False) -> str | None:
-        try:
-            return self.template.text(turns, add_generation_prompt=answer)
-        except TemplateError:
-            return None
+
+def _render(template: ChatTemplate, turns: Messages, *, answer: bool = False) -> str | None:
+    try:
+        return template.text(turns, add_generation_prompt=answer)
+    except TemplateError:
+        return None

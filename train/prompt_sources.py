@@ -42,18 +42,29 @@ def read_given(recipe: Recipe, template: ChatTemplate, *, positions: int, report
     `positions` is how many the target has: prompt and reply must fit. Raises RowsRefused.
     """
     section = recipe.synthesize
-    texts = [text for name in overlap_sets(recipe) for prompt in read_prompts(name) for text in prompt.user_texts()]
     plan = ReadPlan(
         strict=section.strict,
         max_drop_share=section.max_drop_share,
         template=template,
         max_tokens=min(section.max_prompt_tokens, positions - section.max_reply_tokens),
-        dedup=DedupPlan(section.dedup.exact, section.dedup.near, section.dedup.overlap_words),
-        evaluation=tuple(texts),
+        dedup=dedup_plan(recipe),
+        evaluation=evaluation_texts(recipe),
         seed=section.seed,
     )
     with reporter.bar("rows") as bar:
         return read_sources(prompt_sources(recipe), plan, say=reporter.say, progress=bar.update)
+
+
+def dedup_plan(recipe: Recipe) -> DedupPlan:
+    """Return which repeats the recipe drops."""
+    section = recipe.synthesize.dedup
+    return DedupPlan(section.exact, section.near, section.overlap_words)
+
+
+def evaluation_texts(recipe: Recipe) -> tuple[str, ...]:
+    """Return what users say in the evaluation sets that no training prompt may share a run of words with."""
+    prompts = [prompt for name in overlap_sets(recipe) for prompt in read_prompts(name)]
+    return tuple(text for prompt in prompts for text in prompt.user_texts())
 
 
 def with_table(read: Callable[[], SourcesReport], reporter: Reporter, folder: Path | None) -> SourcesReport:
@@ -68,7 +79,7 @@ def with_table(read: Callable[[], SourcesReport], reporter: Reporter, folder: Pa
 
 
 def check_apart(recipe: Recipe, corpus: list[CorpusRow]) -> None:
-    """Raise CheckFailed when a given training prompt shares a run of words with a prompt of evaluate.prompts.
+    """Raise CheckFailed when a training prompt shares a run of words with a prompt of evaluate.prompts.
 
     Synthesis drops such prompts; the evaluation set may have changed since.
     """
@@ -76,7 +87,7 @@ def check_apart(recipe: Recipe, corpus: list[CorpusRow]) -> None:
     if not run or recipe.synthesize.dedup.overlap_with is not None:
         return
     asked = [prompt for name in recipe.evaluate.prompts for prompt in read_prompts(name)]
-    trained = [row for row in corpus if row.source != "self" and row.split == "train"]
+    trained = [row for row in corpus if row.split == "train"]
     overlaps = OverlapFinder((text for prompt in asked for text in prompt.user_texts()), run=run)
     leaks = dict.fromkeys(row.prompt_text for row in trained if overlaps.overlaps(row.prompt_text))
     if leaks:

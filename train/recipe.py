@@ -62,7 +62,8 @@ class BackendSection(Section):
     """Who writes: the target in this process (`local`), or an OpenAI-compatible server that serves it (`openai`).
 
     `model` is the name it is served under (default: target.model). The key is read from the environment variable
-    `api_key_env`. `token_ids` asks for exact ids with fields that vLLM and SGLang know; switch it off for others.
+    `api_key_env`. `token_ids` asks for exact ids with fields that vLLM and SGLang know; switch it off for others. The
+    server must render the first `checked_prompts` prompts as they are rendered here (where it tells: vLLM does).
     """
 
     kind: Literal["local", "openai"] = "local"
@@ -73,6 +74,7 @@ class BackendSection(Section):
     concurrency: Positive = 32
     retries: NonNegative = 8
     timeout: Annotated[float, Field(gt=0)] = 600.0
+    checked_prompts: NonNegative = 4
 
     @model_validator(mode="after")
     def _has_url(self) -> "BackendSection":

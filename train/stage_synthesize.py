@@ -11,13 +11,15 @@ from eyas.data.backends import Backend
 from eyas.data.batch_decode import BatchDecoder
 from eyas.data.encode import ChatTemplate
 from eyas.data.openai_backend import OpenAIBackend, Server
+from eyas.data.questions import turns_of
 from eyas.data.self_prompts import Steering
+from eyas.data.server_template import compare_rendering
 from eyas.data.styles import AnswerStyle
 from eyas.data.supervision import EXAMPLE, check_supervision, show_conversation
 from eyas.data.synthesize import ANY_PROMPT, SynthesisPlan, SynthesisReport, stops_with, synthesize
 from eyas.models.bundled import resolve_model
 from eyas.train.context import RunContext
-from eyas.train.prompt_sources import with_table
+from eyas.train.prompt_sources import dedup_plan, evaluation_texts, with_table
 from eyas.train.recipe import AnswerStyleSection
 
 LOOKED_AT = 32  # conversations whose mask is checked before the target is loaded
@@ -64,6 +66,8 @@ def synthesis_plan(context: RunContext) -> SynthesisPlan:
         seed=section.seed,
         steerings=steerings or (ANY_PROMPT,),
         group=section.group,
+        dedup=dedup_plan(context.recipe),
+        evaluation=evaluation_texts(context.recipe),
     )
 
 
@@ -97,7 +101,12 @@ def _openai(context: RunContext, template: ChatTemplate, plan: SynthesisPlan) ->
         retries=section.retries,
         timeout=section.timeout,
     )
-    return OpenAIBackend(template, server, api_key=os.environ.get(section.api_key_env))
+    api_key = os.environ.get(section.api_key_env)
+    prompts = [list(turns_of(row.messages)[0]) for row in context.given.conversations if turns_of(row.messages)]
+    if section.checked_prompts and context.ranks.first:
+        asked = prompts[: section.checked_prompts] or [list(EXAMPLE.messages[:1])]
+        context.reporter.say(f"  {compare_rendering(template, server, asked, api_key=api_key)}")
+    return OpenAIBackend(template, server, api_key=api_key)
 
 
 BACKENDS: dict[str, Callable[[RunContext, ChatTemplate, SynthesisPlan], Backend]] = {
@@ -109,8 +118,8 @@ BACKENDS: dict[str, Callable[[RunContext, ChatTemplate, SynthesisPlan], Backend]
 def describe(report: SynthesisReport) -> list[str]:
     """Return what a user should know of a corpus beyond its size, one line each."""
     lines = [
-        f"self-written prompts, {category}: {one.kept} kept of {one.asked} ({one.dropped} unusable, "
-        f"{one.duplicates} said before)" + ("" if one.kept == one.wanted else f", {one.wanted} were wanted")
+        f"self-written prompts, {category}: {one.kept} kept of {one.asked} ({one.dropped} unusable, {one.duplicates} "
+        "said before or in an evaluation set)" + ("" if one.kept == one.wanted else f", {one.wanted} were wanted")
         for category, one in report.self_written.items()
         if one.asked
     ]

@@ -3,7 +3,7 @@
 import pytest
 
 from eyas.data.conversation import Conversation
-from eyas.data.dedup import DedupPlan, OverlapFinder, RepeatFinder, words
+from eyas.data.dedup import DedupPlan, OverlapFinder, RepeatFinder, TextRepeats, words
 
 LONG = (
     "please write a short story about an old lighthouse keeper who finds a bottle on the beach one cold morning in may"
@@ -90,3 +90,11 @@ def test_overlap_is_a_run_of_thirteen_words_or_a_whole_shorter_prompt(
 def test_a_shorter_run_finds_more() -> None:
     assert OverlapFinder([f"one {RUN} two"], run=6).overlaps("beta gamma delta epsilon zeta eta")
     assert not OverlapFinder([], run=6).overlaps("beta gamma delta epsilon zeta eta")
+
+
+def test_written_texts_repeat_exactly_nearly_or_an_evaluation_prompt() -> None:
+    found = TextRepeats(DedupPlan(), [RUN])
+    texts = ["Who?", " who? ", LONG, LONG + " please", f"tell me: {RUN}", "what else"]
+    assert [found.repeats(text) for text in texts] == [False, True, False, True, True, False]
+    off = TextRepeats(DedupPlan(near=0, overlap_words=0), [RUN])
+    assert [off.repeats(text) for text in texts] == [False, True, False, False, False, False]

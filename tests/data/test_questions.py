@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from eyas.data.conversation import Conversation
+from eyas.data.dedup import DedupPlan, TextRepeats
 from eyas.data.encode import ChatTemplate
 from eyas.data.questions import (
-    ExactTexts,
     Question,
     WrittenPrompt,
     given_questions,
@@ -51,7 +51,7 @@ def test_unfinished_short_overlong_and_repeated_prompts_are_left_out_and_counted
         ("y" * 30, "stop"),
         ("Why do hawks moult?", "stop"),
     )
-    repeats = ExactTexts().repeats
+    repeats = TextRepeats(DedupPlan(near=0, overlap_words=0), ()).repeats
     kept, dropped, duplicates = usable_prompts(TEMPLATE, rows, longest=OVERHEAD + 30, repeats=repeats)
     assert [row.text for row in kept] == ["What is an eyas?", "y" * 30, "Why do hawks moult?"]
     assert [row.id for row in kept] == ["self-000000", "self-000005", "self-000006"]

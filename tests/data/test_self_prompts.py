@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from eyas.data.backends import Reply
+from eyas.data.dedup import DedupPlan, TextRepeats
 from eyas.data.encode import ChatTemplate
 from eyas.data.questions import Question
 from eyas.data.ranks import Ranks
-from eyas.data.self_prompts import PromptCounts, Steering, mixed, quotas, user_stop_ids, write_prompts
+from eyas.data.self_prompts import PromptCounts, Steering, mixed, quotas, user_ending, user_stop_ids, write_prompts
 from eyas.data.styles import AnswerStyle
 from eyas.models.errors import UserError
 from eyas.tests.data.test_answering import Echo
@@ -53,6 +54,32 @@ def test_user_turns_end_at_what_the_template_puts_behind_them() -> None:
     assert user_stop_ids(inst) == {inst.tokenizer.convert_tokens_to_ids("[/INST]")} != {inst.end_of_turn}
 
 
+PLAIN_INST = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]\\n' }}"
+    "{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_without_a_token_behind_user_turns_ends_them_by_its_text(tmp_path: Path) -> None:
+    plain = ChatTemplate(byte_tokenizer(PLAIN_INST, specials=("<s>", "</s>")))
+    assert (user_stop_ids(plain), user_ending(plain)) == (frozenset(), "[/INST]")
+    assert user_ending(TEMPLATE) == ""
+
+    class GoesOn(Echo):
+        def run(self, requests):  # type: ignore[no-untyped-def]
+            for request in requests:
+                text = f"who asked {request.id}? [/INST] nobody" if request.id[-1] in "02" else "how long is a piece"
+                yield Reply(request, tuple(text_ids(plain.tokenizer, text)), "length")
+
+    questions, counts = write_prompts(
+        GoesOn(), plain, (Steering("self", None, 1.0),), AnswerStyle(1.0), wanted=3, max_tokens=60, longest=99,
+        stop_ids=frozenset(), seed=1, folder=tmp_path, rows_per_part=4, ranks=Ranks(), progress=lambda *_: None,
+        repeats=TextRepeats(DedupPlan(near=0), ()),
+    )  # fmt: skip
+    assert [q.text for q in questions] == ["who asked self-000000?", "who asked self-000002?"]
+    assert counts == {"self": PromptCounts(3, 4, 2, 2, 0)}
+
+
 class Scripted(Echo):
     """A backend that writes the same few texts in turn and remembers the requests."""
 
@@ -75,7 +102,7 @@ def test_steerings_ask_from_their_own_prefix_and_repeats_count_across_them(tmp_p
     questions, counts = write_prompts(
         backend, TEMPLATE, (Steering("farm", "You keep hens.", 1.0), Steering("self", None, 1.0)),
         AnswerStyle(0.9, 40, 0.95), wanted=6, max_tokens=30, longest=99, stop_ids=frozenset({5}), seed=1,
-        folder=tmp_path, rows_per_part=4, ranks=Ranks(), progress=lambda *_: None,
+        folder=tmp_path, rows_per_part=4, ranks=Ranks(), progress=lambda *_: None, repeats=TextRepeats(DedupPlan(), ()),
     )  # fmt: skip
     assert [request.id for request in backend.requests] == [
         *(f"self-{n:06d}" for n in range(4)), *(f"self-farm-{n:06d}" for n in range(4))
@@ -103,5 +130,5 @@ def test_template_without_a_system_role_refuses_to_be_steered_by_name(tmp_path: 
         write_prompts(
             Echo(), ChatTemplate(byte_tokenizer(strict)), (Steering("farm", "Hens.", 1.0),), AnswerStyle(1.0), wanted=3,
             max_tokens=9, longest=99, stop_ids=frozenset(), seed=0, folder=tmp_path, rows_per_part=1, ranks=Ranks(),
-            progress=lambda *_: None,
+            progress=lambda *_: None, repeats=TextRepeats(DedupPlan(), ()),
         )  # fmt: skip

@@ -308,3 +308,15 @@ def test_missing_file_is_named_with_what_is_allowed(source: str) -> None:
 def test_a_folder_given_as_a_file_says_how_to_give_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"give that folder as \{dataset: \.\.\.\}"):
         read_prompts(str(tmp_path))
+
+
+def test_only_the_first_prompt_has_to_fit_as_a_dialogue_ends_where_a_later_one_has_no_room(tmp_path: Path) -> None:
+    turns = [("user", "one"), ("assistant", "1"), ("user", "two " * 40), ("assistant", "2")]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in turns]},
+        {"messages": [{"role": role, "content": text} for role, text in [turns[2], turns[3], turns[0]]]},
+    ]
+    plan = ReadPlan(template=ChatTemplate(byte_tokenizer(CHATML)), max_tokens=90, max_drop_share=1.0)
+    report = read_sources([PromptSource(path=write(tmp_path / "c.jsonl", rows))], plan)
+    assert [conversation.messages[0]["content"] for conversation in report.conversations] == ["one"]
+    assert report.table.sources[0].dropped == {"too long": 1}

@@ -5,6 +5,7 @@ import pytest
 from eyas.data.encode import ChatTemplate
 from eyas.data.row_checks import BadRow
 from eyas.data.template_text import TemplateText
+from eyas.tests.data.template_families import FAMILIES
 from eyas.tests.data.test_encode import TEMPLATES, template_of
 
 MESSAGES = [
@@ -52,3 +53,17 @@ def test_a_template_without_system_messages_splits_texts_without_them() -> None:
     template.tokenizer.chat_template = refusing
     text = template.text(MESSAGES[1:], add_generation_prompt=False)
     assert TemplateText(ChatTemplate(template.tokenizer)).messages(text) == MESSAGES[1:]
+
+
+@pytest.mark.parametrize("name", ["thinking, on", "thinking, off"])
+def test_a_text_that_waits_behind_a_header_of_its_mode_is_split(name: str) -> None:
+    template = FAMILIES[name].chat_template()
+    text = template.text(MESSAGES[1:2], add_generation_prompt=True)
+    assert TemplateText(template).messages(text) == MESSAGES[1:2]
+
+
+def test_a_text_rendered_without_the_arguments_of_serving_is_refused_by_their_name() -> None:
+    off = FAMILIES["thinking, off"].chat_template()
+    text = ChatTemplate(off.tokenizer).text(MESSAGES[1:2], add_generation_prompt=True)
+    with pytest.raises(BadRow, match=r"rendered without the template arguments of serving \(enable_thinking=False\)"):
+        TemplateText(off).messages(text)
