@@ -83,6 +83,10 @@ class DraftCache:
             setattr(self, name, new)
         self.lengths += [0] * (batch - B)
 
+    def kept(self, x_BTD: Tensor) -> Tensor:
+        """Return the layer's rows as they are: every row that comes in goes on."""
+        return x_BTD
+
     def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
         """Store the announced keys and return the attention output_BHTd under the announced mask."""
         assert self._mask_RTL is not None, "call commit() or draft() before each step"

@@ -79,7 +79,7 @@ class DraftHead(nn.Module, ABC):
         """Return the next feature_BTD.
 
         Slot t takes the feature at t and the embedding of token t+1, sits at RoPE position t (+ step) and predicts
-        token t+2.
+        token t+2. Slots that the context does not keep come back no more.
         """
 
     @abstractmethod

@@ -18,6 +18,10 @@ class Attend(Protocol):
         """Take this step's queries, keys and values (rotated), keep the keys, return the attention output_BHTd."""
         ...
 
+    def kept(self, x_BTD: Tensor) -> Tensor:
+        """Return those of the layer's rows that the attention of this step had an output for: usually all."""
+        ...
+
 
 class DraftAttention(nn.Module):
     """Grouped-query attention without biases over inputs of any width."""
@@ -31,10 +35,9 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor, context: Attend) -> Tensor:
-        B, T, _ = x_BTE.shape
-        q, k, v = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in self._project(x_BTE))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in self._project(x_BTE))
         out_BHTd = context.attend(rotate(q, cos_BTr, sin_BTr), rotate(k, cos_BTr, sin_BTr), v)
-        return self.o_proj(out_BHTd.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(out_BHTd.transpose(1, 2).flatten(2))
 
     def _project(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values; in training on a CPU by one product, as narrow ones run at a fifth of it."""
@@ -64,7 +67,8 @@ class FirstLayer(nn.Module):
         normed = self.hidden_norm(feature_BTD)
         residual = normed if self.norm_before_residual else feature_BTD
         x = torch.cat((self.input_layernorm(embeds_BTD), normed), dim=-1)
-        x = residual + self.self_attn(x, cos, sin, context)
+        attended = self.self_attn(x, cos, sin, context)
+        x = context.kept(residual) + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -82,5 +86,6 @@ class PlainLayer(nn.Module):
         self.mlp = GatedMLP(D, config.intermediate_size, activation=config.hidden_act)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, context: Attend) -> Tensor:
-        x = x_BTD + self.self_attn(self.input_layernorm(x_BTD) if self.input_norm else x_BTD, cos, sin, context)
+        attended = self.self_attn(self.input_layernorm(x_BTD) if self.input_norm else x_BTD, cos, sin, context)
+        x = context.kept(x_BTD) + attended
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -3,7 +3,10 @@
     query (t, s) sees   keys (j, 0) for first_t <= j <= t     and     keys (t, 1) .. (t, s)
 
 first_t is the first slot of t's document. That is exactly what the draft cache shows a node of depth s when decoding;
-the step-0 mask never shifts with s. One softmax runs over both parts: with L0 the log-sum-exp of the step-0 scores and
+the step-0 mask never shifts with s. Nobody but the slot itself sees its later keys, so a slot that is not trained needs
+no query, no output and no later step: `wanted_N` of a context names the slots that go on after step 0's keys.
+
+One softmax runs over both parts: with L0 the log-sum-exp of the step-0 scores and
 d_i the score of diagonal i, L = log(exp L0 + sum_i exp d_i), and every weight is exp(score - L).
 
 `blocks` takes the queries block by block and keeps q, k, v, the output and L, so memory is linear in T and in S; its
@@ -17,32 +20,42 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.ttt_attention import first_visible
+from eyas.models.layers import take_rows
 
 QUERY_BLOCK = 64
 
-Attention = Callable[[Tensor, list[Tensor], list[Tensor], Tensor], Tensor]
+Attention = Callable[[Tensor, list[Tensor], list[Tensor], Tensor, Tensor], Tensor]
 
 
-def ttt_attention_dense(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:
-    """Return the attention output_BHTd of step len(keys) - 1; keys[0] are the step-0 keys_BGTd, the rest diagonals."""
-    H, T, d = q_BHTd.shape[1:]
+def ttt_attention_dense(
+    q_BHNd: Tensor, keys: list[Tensor], values: list[Tensor], first_BN: Tensor, slot_BN: Tensor
+) -> Tensor:
+    """Return the attention output_BHNd of step len(keys) - 1 for the queries of N slots.
+
+    keys[0] are the step-0 keys_BGTd of all T slots, the rest the later keys_BGNd of the queries' own. Query n stands at
+    slot_BN and sees step-0 slots from first_BN on.
+    """
+    H, T, d = q_BHNd.shape[1], keys[0].shape[2], q_BHNd.shape[3]
     groups = H // keys[0].shape[1]
     keys, values = ([x.repeat_interleave(groups, dim=1) for x in xs] for xs in (keys, values))
-    slots = torch.arange(T, device=q_BHTd.device)
-    hidden_BTT = (slots[None, None, :] > slots[None, :, None]) | (slots[None, None, :] < first_BT[:, :, None])
-    accurate = torch.promote_types(q_BHTd.dtype, torch.float32)
-    scores = (q_BHTd @ keys[0].transpose(-1, -2)).to(accurate).masked_fill(hidden_BTT[:, None], float("-inf"))
-    own = [(q_BHTd * key).sum(-1, keepdim=True).to(accurate) for key in keys[1:]]
-    weights = (torch.cat((scores, *own), dim=-1) * d**-0.5).softmax(-1).to(q_BHTd.dtype)
+    key_T = torch.arange(T, device=q_BHNd.device)
+    hidden_BNT = (key_T > slot_BN[:, :, None]) | (key_T < first_BN[:, :, None])
+    accurate = torch.promote_types(q_BHNd.dtype, torch.float32)
+    scores = (q_BHNd @ keys[0].transpose(-1, -2)).to(accurate).masked_fill(hidden_BNT[:, None], float("-inf"))
+    own = [(q_BHNd * key).sum(-1, keepdim=True).to(accurate) for key in keys[1:]]
+    weights = (torch.cat((scores, *own), dim=-1) * d**-0.5).softmax(-1).to(q_BHNd.dtype)
     out = weights[..., :T] @ values[0]
     for i, value in enumerate(values[1:]):
         out = out + weights[..., T + i, None] * value
     return out
 
 
-def ttt_attention_blocks(q_BHTd: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:
-    """Return what `ttt_attention_dense` returns, keeping no scores."""
-    out: Tensor = _BlockAttention.apply(q_BHTd, first_BT, len(keys), *keys, *values)  # type: ignore[no-untyped-call]
+def ttt_attention_blocks(
+    q_BHNd: Tensor, keys: list[Tensor], values: list[Tensor], first_BN: Tensor, slot_BN: Tensor
+) -> Tensor:
+    """Return what `ttt_attention_dense` returns, keeping no scores; slots ascend."""
+    arguments = (q_BHNd, first_BN, slot_BN, len(keys), *keys, *values)
+    out: Tensor = _BlockAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -50,17 +63,19 @@ class _BlockAttention(torch.autograd.Function):
     """Queries in blocks of QUERY_BLOCK against the step-0 keys their documents begin with, diagonals folded in."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHTd: Tensor, first_BT: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q_BHNd: Tensor, first_BN: Tensor, slot_BN: Tensor, steps: int, *keys_and_values: Tensor
+    ) -> Tensor:
         keys, values = keys_and_values[:steps], keys_and_values[steps:]
-        B, H, T, d = q_BHTd.shape
+        B, H, N, d = q_BHNd.shape
         G = keys[0].shape[1]
-        q = q_BHTd.reshape(B, G, H // G, T, d)
+        q = q_BHNd.reshape(B, G, H // G, N, d)
         accurate = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         total = torch.empty(q.shape[:-1], dtype=accurate, device=q.device)
         with torch.autocast(device_type=q.device.type, enabled=False):
             own = _diagonal_scores(q, keys[1:], accurate)
-            for rows, columns, hidden in _blocks(first_BT, T):
+            for rows, columns, hidden in _blocks(first_BN, slot_BN):
                 q_block = q[:, :, :, rows]
                 scores = _products(q_block, keys[0][:, :, columns]).to(accurate).mul_(d**-0.5)
                 scores.masked_fill_(hidden, float("-inf"))
@@ -76,22 +91,22 @@ class _BlockAttention(torch.autograd.Function):
                     block = block.addcmul_(weight[..., None], value[:, :, None, rows].to(accurate))
                 out[:, :, :, rows] = block.div_(mass[..., None]).to(q.dtype)
                 total[..., rows] = top + mass.log()
-        ctx.save_for_backward(q, first_BT, out, total, *keys, *values)
+        ctx.save_for_backward(q, first_BN, slot_BN, out, total, *keys, *values)
         ctx.steps = steps
-        return out.view(B, H, T, d)
+        return out.view(B, H, N, d)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, first_BT, out, total, *rest = ctx.saved_tensors
+        q, first_BN, slot_BN, out, total, *rest = ctx.saved_tensors
         keys, values = rest[: ctx.steps], rest[ctx.steps :]
-        B, G, R, T, d = q.shape
+        B, G, R, N, d = q.shape
         scale, accurate = d**-0.5, total.dtype
         g = grads[0].reshape(q.shape)
         delta = (g.to(accurate) * out.to(accurate)).sum(-1)
         own = _diagonal_scores(q, keys[1:], accurate)
         g_q = torch.empty(q.shape, dtype=accurate, device=q.device)
         g_k, g_v = (torch.zeros(keys[0].shape, dtype=accurate, device=q.device) for _ in range(2))
-        for rows, columns, hidden in _blocks(first_BT, T):
+        for rows, columns, hidden in _blocks(first_BN, slot_BN):
             q_block, g_block, k, v = (
                 q[:, :, :, rows],
                 g[:, :, :, rows],
@@ -114,19 +129,21 @@ class _BlockAttention(torch.autograd.Function):
             later_v.append((weight[..., None] * g).sum(2).to(value.dtype))
         g_keys = [g_k.to(q.dtype), *later_k]
         g_values = [g_v.to(q.dtype), *later_v]
-        return g_q.to(q.dtype).view(B, G * R, T, d), None, None, *g_keys, *g_values
+        return g_q.to(q.dtype).view(B, G * R, N, d), None, None, None, *g_keys, *g_values
 
 
-def _blocks(first_BT: Tensor, T: int) -> list[tuple[slice, slice, Tensor]]:
-    """Return (query slots, key slots, what is hidden as [B, 1, 1, queries, keys]) of every block of queries."""
+def _blocks(first_BN: Tensor, slot_BN: Tensor) -> list[tuple[slice, slice, Tensor]]:
+    """Return (queries, key slots, what is hidden as [B, 1, 1, queries, keys]) of every block of queries."""
     blocks = []
-    slots = torch.arange(T, device=first_BT.device)
-    for number, low in enumerate(first_BT[:, ::QUERY_BLOCK].amin(0).tolist()):
-        rows = slice(number * QUERY_BLOCK, min(T, (number + 1) * QUERY_BLOCK))
-        columns = slice(low, rows.stop)
-        key, query = slots[columns][None, None, :], slots[rows][None, :, None]
-        hidden_BTT = (key > query) | (key < first_BT[:, rows, None])
-        blocks.append((rows, columns, hidden_BTT[:, None, None]))
+    N = slot_BN.shape[1]
+    lows = first_BN[:, ::QUERY_BLOCK].amin(0).tolist()
+    lasts = slot_BN[:, [*range(QUERY_BLOCK - 1, N - 1, QUERY_BLOCK), N - 1]].amax(0).tolist() if N else []
+    for number, (low, last) in enumerate(zip(lows, lasts, strict=True)):
+        rows = slice(number * QUERY_BLOCK, min(N, (number + 1) * QUERY_BLOCK))
+        columns = slice(low, last + 1)
+        key_L = torch.arange(low, last + 1, device=first_BN.device)
+        hidden_BNL = (key_L > slot_BN[:, rows, None]) | (key_L < first_BN[:, rows, None])
+        blocks.append((rows, columns, hidden_BNL[:, None, None]))
     return blocks
 
 
@@ -171,14 +188,37 @@ class TTTContext:
         attention: str = "blocks",
         keys: tuple[Tensor, ...] = (),
         values: tuple[Tensor, ...] = (),
+        wanted_N: Tensor | None = None,
     ) -> None:
-        """`document_BT`: document number of every slot, -1 for padding. `keys` and `values`: of the steps before."""
-        self.first_BT = first_visible(document_BT)
+        """`document_BT`: document number of every slot, -1 for padding. `keys` and `values`: of the steps before.
+
+        `wanted_N` are the slots that go on, ascending flat indices into B*T; all lines then count as one from step 0's
+        attention on, and later steps take [1, N, ...]. Left out, every slot goes on.
+        """
+        B, T = document_BT.shape
+        self.first_BN = first_visible(document_BT)
+        self.slot_BN = torch.arange(T, device=document_BT.device).expand(B, T)
+        if wanted_N is not None:
+            line_B1 = T * torch.arange(B, device=document_BT.device)[:, None]
+            self.first_BN = (self.first_BN + line_B1).flatten()[None, wanted_N]
+            self.slot_BN = wanted_N[None]
+        self.wanted_N = wanted_N
         self.attention = TTT_ATTENTIONS[attention]
         self.keys, self.values = list(keys), list(values)
 
     def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
-        """Return the attention output of the next step; the first call is step 0."""
+        """Return the attention output of the next step; the first call is step 0, and leaves the wanted slots alone."""
+        if self.wanted_N is not None and not self.keys:
+            k_BGTd, v_BGTd = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k_BGTd, v_BGTd))
+            H, d = q_BHTd.shape[1], q_BHTd.shape[3]
+            q_MA = q_BHTd.transpose(1, 2).reshape(-1, H * d)
+            q_BHTd = take_rows(q_MA, self.wanted_N).view(1, -1, H, d).transpose(1, 2)
         self.keys.append(k_BGTd)
         self.values.append(v_BGTd)
-        return self.attention(q_BHTd, self.keys, self.values, self.first_BT)
+        return self.attention(q_BHTd, self.keys, self.values, self.first_BN, self.slot_BN)
+
+    def kept(self, x_BTD: Tensor) -> Tensor:
+        """Return those rows of the layer's input that `attend` returned outputs for."""
+        if self.wanted_N is None or len(self.keys) > 1:
+            return x_BTD
+        return take_rows(x_BTD.flatten(0, 1), self.wanted_N)[None]

@@ -8,7 +8,7 @@ later only scales them. Memory is one chunk, whatever the number of slots and st
 `draft_loss_reference` is the same loss in plain PyTorch, for one block of logits.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor
 from eyas.models.target_head import TargetHead
 from eyas.train.losses import LossMix, SlotTerms
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits of one chunk: 32 MiB in bf16."""
+CHUNK_ROWS = 2048
+"""Pairs of one chunk: enough that the gradient by a large output weight is added up a few times only."""
+CHUNK_ELEMENTS = 1 << 26
+"""The most logits of one chunk: 128 MiB in bf16."""
 BLOCK_ELEMENTS = 1 << 19
 """Logits turned into gradients at a time: 2 MiB in fp32, what stays in the cache."""
 
@@ -36,14 +38,16 @@ class Lesson:
     position_M: Tensor
 
     def chunks(self, rows: int) -> list[tuple[slice, slice]]:
-        """Return (positions, pairs) of chunks of at most `rows` pairs (or of a single position that has more)."""
-        P = len(self.final_PD)
-        ends = torch.bincount(self.position_M, minlength=P).cumsum(0).tolist()
+        """Return (positions, pairs) of as few chunks as have `rows` pairs, of the same size but for whole positions."""
+        M = len(self.position_M)
+        ends = torch.bincount(self.position_M, minlength=len(self.final_PD)).cumsum(0).tolist()
+        number = -(-M // rows)
         found, position, pair = [], 0, 0
-        while position < P:
-            stop = max(position + 1, bisect_right(ends, pair + rows))
-            found.append((slice(position, stop), slice(pair, ends[stop - 1])))
-            position, pair = stop, ends[stop - 1]
+        for k in range(1, number + 1):
+            stop = bisect_left(ends, k * M / number) + 1
+            if stop > position:
+                found.append((slice(position, stop), slice(pair, ends[stop - 1])))
+                position, pair = stop, ends[stop - 1]
         return found
 
     def to(self, dtype: torch.dtype) -> "Lesson":
@@ -54,6 +58,11 @@ class Lesson:
         """Return the teacher's distribution at some positions, [n, U], in fp32 or better."""
         logits = self.teacher.logits(self.final_PD[positions])
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Return how many pairs a chunk has with so many draft ids."""
+    return max(1, min(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary))
 
 
 def slot_terms(logits_NU: Tensor, p_NU: Tensor) -> SlotTerms:
@@ -105,7 +114,7 @@ class _DraftLoss(torch.autograd.Function):
         g_weight: Tensor | None = None
         total = torch.zeros((), dtype=accurate, device=states_MD.device)
         with torch.autocast(device_type=states_MD.device.type, enabled=False):
-            for positions, pairs in lesson.chunks(CHUNK_ELEMENTS // len(weight_UD)):
+            for positions, pairs in lesson.chunks(chunk_rows(len(weight_UD))):
                 p_PU = lesson.distribution(positions)
                 z_NU = head.logits(x_MD[pairs])
                 losses_N = _logits_to_gradients(z_NU, p_PU, lesson.position_M[pairs] - positions.start, mix, head)
@@ -204,7 +213,7 @@ def draft_outlook(states_MD: Tensor, output: TargetHead, lesson: Lesson, draft_i
     with torch.autocast(device_type=kind, enabled=False):
         x_MD, head = states_MD.to(dtype), output.to(dtype=dtype, device=states_MD.device)
         lesson = lesson.to(dtype)
-        for positions, pairs in lesson.chunks(CHUNK_ELEMENTS // U):
+        for positions, pairs in lesson.chunks(chunk_rows(U)):
             p_PU = lesson.distribution(positions)
             z_NU = head.logits(x_MD[pairs])
             rows_N, ids_N = lesson.position_M[pairs] - positions.start, draft_id_M[pairs]

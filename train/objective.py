@@ -95,9 +95,10 @@ class TrainingTimeTest(nn.Module):
     def forward(self, batch: FeatureBatch, counts_S: Tensor) -> Tensor:
         """Return the loss of a batch, its share of the window whose normalisers are `counts_S`."""
         pairs = self._pairs(batch)
-        features = self._unroll(batch)
-        slots = batch.input_ids_BT.numel()
-        feature_MD = take_rows(torch.stack(features).flatten(0, 2), pairs.step_M * slots + pairs.slot_M)
+        wanted_N = self._supervised(batch, 0).nonzero().squeeze(-1)
+        features = self._unroll(batch, wanted_N)
+        place_M = torch.searchsorted(wanted_N, pairs.slot_M)
+        feature_MD = take_rows(torch.stack(features).flatten(0, 2), pairs.step_M * len(wanted_N) + place_M)
         weight_S = torch.tensor(self.plan.step_weights, dtype=torch.float64, device=counts_S.device)
         weight_S = weight_S / counts_S.clamp(min=1.0)
         weight_M = weight_S[pairs.step_M] * pairs.share_M
@@ -143,8 +144,11 @@ class TrainingTimeTest(nn.Module):
             share_M = share_M / torch.bincount(reply_M)[reply_M]
         return Pairs(slot_M, step_M, position_M, share_M)
 
-    def _unroll(self, batch: FeatureBatch) -> list[Tensor]:
-        """Return the head's features_BTD after each step."""
+    def _unroll(self, batch: FeatureBatch, wanted_N: Tensor | None = None) -> list[Tensor]:
+        """Return the features_BTD after each step; features_1ND of the wanted slots alone where those are given.
+
+        The others are then step-0 keys and nothing more.
+        """
         feature = self.head.fuse(self.head.states(batch.aux_hidden_BTF, batch.final_hidden_BTD))
         if self.plan.feature_noise and self.training:
             feature = feature + self.plan.feature_noise * (2 * torch.rand_like(feature) - 1)
@@ -154,20 +158,27 @@ class TrainingTimeTest(nn.Module):
         for step in range(self.steps):
             if self.plan.recompute:
                 feature, key, value = checkpoint(
-                    self._advance, batch, step, feature, keys, values, use_reentrant=False, preserve_rng_state=False
-                )
+                    self._advance, batch, wanted_N, step, feature, keys, values,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
             else:
-                feature, key, value = self._advance(batch, step, feature, keys, values)
+                feature, key, value = self._advance(batch, wanted_N, step, feature, keys, values)
             keys, values = (*keys, key), (*values, value)
             features.append(feature)
         return features
 
     def _advance(
-        self, batch: FeatureBatch, step: int, feature: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, batch: FeatureBatch, wanted_N: Tensor | None, step: int, feature: Tensor, keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (next feature, this step's keys, this step's values)."""
-        context = TTTContext(batch.document_BT, attention=self.plan.attention, keys=keys, values=values)
-        feature = self.head.advance(feature, batch.token_ids(step), batch.position_ids(step), context)
+        context = TTTContext(
+            batch.document_BT, attention=self.plan.attention, keys=keys, values=values, wanted_N=wanted_N
+        )
+        token_ids, position_ids = batch.token_ids(step), batch.position_ids(step)
+        if step and wanted_N is not None:
+            token_ids, position_ids = (x.flatten()[wanted_N][None] for x in (token_ids, position_ids))
+        feature = self.head.advance(feature, token_ids, position_ids, context)
         return feature, context.keys[-1], context.values[-1]
 
     def _slot_weights(self, batch: FeatureBatch, pairs: Pairs, feature_MD: Tensor, lesson: Lesson) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from eyas.models.size import DTYPE_BYTES
 from eyas.models.target import CHECKED_TOKENS
-from eyas.train.draft_loss import CHUNK_ELEMENTS
+from eyas.train.draft_loss import chunk_rows
 from eyas.train.plan_disk import extract_bytes
 from eyas.train.plan_facts import Facts
 
@@ -127,7 +127,7 @@ def train_phases(facts: Facts) -> list[Phase]:
         "batch": 4 * tokens * (config.aux_width + target.hidden_size),
         "activations": section.ttt_steps * tokens * per_token,
         "output states": 3 * 4 * pairs * config.hidden_size,
-        "a chunk of logits": LOGIT_BYTES * min(CHUNK_ELEMENTS, pairs * U),
+        "a chunk of logits": LOGIT_BYTES * U * min(chunk_rows(U), pairs),
     }
     held_out = min(VALIDATION_TOKENS, facts.counts.validation_rows * facts.counts.longest_row)
     validation = {

@@ -111,6 +111,24 @@ def test_training_logits_equal_the_runtimes_at_every_slot_and_step(
     assert largest_difference(head, unrolled(head, batch_of(lines), attention), lines) < 1e-4
 
 
+@pytest.mark.parametrize("attention", TTT_ATTENTIONS)
+@pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_slots_that_go_on_without_the_others_are_the_same_slots(
+    kind: str, lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", 5)
+    head, batch = make_head(kind), batch_of(lines)
+    vocabulary = vocabulary_of(head)
+    plan = ObjectivePlan(LossMix((("kl", 1.0),)), (1.0,) * STEPS, attention=attention)
+    module = TrainingTimeTest(head, TARGET.head.rows(vocabulary.token_ids_U), vocabulary.draft_ids_V, plan)
+    slots = torch.arange(batch.input_ids_BT.numel())
+    for wanted_N in (slots[slots % 3 != 1], slots[17:23], slots[:0], slots):
+        alone = module._unroll(batch, wanted_N)
+        for some, all_of_them in zip(alone, module._unroll(batch), strict=True):
+            torch.testing.assert_close(some[0], all_of_them.flatten(0, 1)[wanted_N], rtol=1e-4, atol=1e-5)
+
+
 @dataclass(frozen=True)
 class WithoutStep(FeatureBatch):
     """A batch whose later steps keep the rotary position of the first."""
@@ -134,9 +152,9 @@ def test_a_wrong_rotary_mask_or_gate_is_seen(
     else:
         right = TTT_ATTENTIONS[attention]
 
-        def shifted(q: Tensor, keys: list[Tensor], values: list[Tensor], first_BT: Tensor) -> Tensor:
+        def shifted(q: Tensor, keys: list[Tensor], values: list[Tensor], first: Tensor, slot: Tensor) -> Tensor:
             k, v = ([x[0].roll(len(x) - 1, dims=2), *x[1:]] for x in (keys, values))
-            return right(q, k, v, first_BT)
+            return right(q, k, v, first, slot)
 
         monkeypatch.setitem(TTT_ATTENTIONS, attention, shifted)
     assert largest_difference(head, unrolled(head, batch, attention), lines) > 1e-2

@@ -80,6 +80,28 @@ def test_a_packed_document_equals_the_document_alone(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", TTT_ATTENTIONS)
+@pytest.mark.parametrize("wanted", [[0, 2, 3, 7, 8, 9, 13, 14], [4], [16, 17], list(range(18)), []], ids=str)
+@pytest.mark.usefixtures("block")
+def test_wanted_slots_alone_have_the_outputs_and_gradients_they_have_among_all(
+    wanted: list[int], attention: str
+) -> None:
+    steps, wanted_N = inputs(), torch.tensor(wanted, dtype=torch.int64)
+    leaves = [leaf for step in steps for leaf in step]
+    context = TTTContext(torch.tensor(PACKED), attention=attention, wanted_N=wanted_N)
+    some = [context.attend(*steps[0])]
+    assert torch.equal(context.kept(steps[0][0][:, 0])[0], steps[0][0][:, 0].flatten(0, 1)[wanted_N])
+    for step in steps[1:]:
+        some.append(context.attend(*(x.transpose(0, 1).flatten(1, 2)[None, :, wanted_N] for x in step)))
+    ours = torch.stack(some)[:, 0]
+    truth = dense(steps, PACKED).view(B, HEADS, S, T, DIM).permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, wanted_N]
+    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
+    weight = torch.randn(ours.shape, dtype=torch.float64)
+    ours_grads = torch.autograd.grad((ours * weight).sum(), leaves)
+    true_grads = torch.autograd.grad((truth * weight).sum(), leaves)
+    torch.testing.assert_close(ours_grads, true_grads, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("attention", TTT_ATTENTIONS)
 def test_other_documents_and_other_slots_do_not_reach_a_query(attention: str) -> None:
     steps = inputs()
     target = unrolled(steps, PACKED, attention).view(B, HEADS, S, T, DIM)[0, :, 3, 5].sum()
