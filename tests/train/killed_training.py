@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from eyas.inference.draft import DynamicTree
 from eyas.models import head_files
 from eyas.models.eagle3 import Eagle3Head
 from eyas.tests.toys import tiny_head, tiny_target
@@ -20,15 +21,15 @@ from eyas.train.training_state import Position
 STEPS = 20
 PLAN = loop_plan(
     steps=STEPS, accumulate=3, packed=True, checkpoint_every=5, validate_every=4, warmup_steps=3, floor=0.1, clip=0.5,
-    weight_decay=0.01, ema=0.5, learning_rate=3e-3,
+    weight_decay=0.01, ema=0.5, learning_rate=5e-3, best_by="tree", validation_tree=DynamicTree(2, 12, 30),
 )  # fmt: skip
 
 
 def train(folder: Path, *, at_step: Callable[[int], None] = lambda step: None) -> tuple[Eagle3Head, Position]:
     """Train a tiny head for a target with tied embeddings, resuming what lies in the folder."""
     target = tiny_target(tie_word_embeddings=True)
-    rows = [random_row(target, f"row-{i}", prompt=3 + i % 3, reply=4 + i, seed=i) for i in range(7)]
-    held_out = [greedy_row(target, "held-out", [5, 6, 7], new_tokens=12)]
+    held_out = [greedy_row(target, "held-out", [5, 6, 7], new_tokens=24)]
+    rows = [random_row(target, f"row-{i}", prompt=3 + i % 3, reply=4 + i, seed=i) for i in range(7)] + held_out
     head = tiny_head(target).train()
 
     def report(fields: dict[str, Any]) -> None:
