@@ -3,7 +3,8 @@
 tau (acceptance length) = mean tokens emitted per round, the target's bonus token included = 1 + accepted / rounds.
 survival at depth d     = share of rounds in which at least d draft tokens were accepted (vLLM: "per-position rate").
 alpha at depth d        = survival_d / survival_{d-1} (the papers' n-alpha).
-A target token outside the draft vocabulary is a miss; nothing after a stop is counted.
+A target token outside the draft vocabulary is a miss; nothing after a stop is counted. Counts are whole numbers where
+rounds were run, and expected ones where a round's chances were added up instead.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ class AcceptanceStats:
     depth: int
     rounds: int = 0
     drafted: int = 0
-    survived: list[int] = field(default_factory=list)
+    survived: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.survived = self.survived or [0] * self.depth
@@ -40,7 +41,7 @@ class AcceptanceStats:
         return total
 
     @property
-    def accepted(self) -> int:
+    def accepted(self) -> float:
         """Draft tokens accepted over all rounds."""
         return sum(self.survived)
 

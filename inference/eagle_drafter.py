@@ -75,6 +75,7 @@ class EagleDrafting:
             dtype=weight.dtype,
             device=weight.device,
             batch=0,
+            layers=head.config.num_layers,
         )
         self.features_RD = weight.new_empty(0, head.config.hidden_size)
         self.logits_RU = weight.new_empty(0, head.config.draft_vocab_size)

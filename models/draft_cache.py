@@ -1,4 +1,4 @@
-"""The draft head's KV cache: committed slots first, then the nodes of the tree being drafted.
+"""The draft head's KV cache: committed slots first, then the nodes of the tree being drafted. One buffer per layer.
 
 `commit` appends slots for good (causal among themselves); `draft` appends tree nodes that see the committed slots and
 the nodes named in their mask; `discard_tree` forgets the nodes. After any round the cache equals a fresh pass over the
@@ -15,9 +15,11 @@ class DraftCache:
     """A draft cache of `batch` rows of fixed capacity (in slots plus tree nodes)."""
 
     def __init__(
-        self, *, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device, batch: int = 1
-    ) -> None:
-        self.keys = torch.zeros(batch, kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self, *, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device, batch: int = 1,
+        layers: int = 1,
+    ) -> None:  # fmt: skip
+        shape = (layers, batch, kv_heads, capacity, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = [0] * batch
         self.tree_length = 0
@@ -68,18 +70,19 @@ class DraftCache:
 
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row over another and leave the source empty."""
-        self.keys[destination], self.values[destination] = self.keys[source], self.values[source]
+        for kept in (self.keys, self.values):
+            kept[:, destination] = kept[:, source]
         self.lengths[destination], self.lengths[source] = self.lengths[source], 0
 
     def grow(self, *, batch: int, capacity: int) -> None:
         """Make room for at least `batch` rows of `capacity` slots, keeping what is there."""
-        B, G, L, d = self.keys.shape
+        layers, B, G, L, d = self.keys.shape
         if batch <= B and capacity <= L:
             return
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(max(batch, B), G, max(capacity, L), d)
-            new[:B, :, :L] = old
+            new = old.new_zeros(layers, max(batch, B), G, max(capacity, L), d)
+            new[:, :B, :, :L] = old
             setattr(self, name, new)
         self.lengths += [0] * (batch - B)
 
@@ -87,27 +90,29 @@ class DraftCache:
         """Return the layer's rows as they are: every row that comes in goes on."""
         return x_BTD
 
-    def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
-        """Store the announced keys and return the attention output_BHTd under the announced mask."""
+    def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, *, layer: int = 0) -> Tensor:
+        """Store a layer's announced keys and return its attention output_BHTd under the announced mask."""
         assert self._mask_RTL is not None, "call commit() or draft() before each step"
+        keys, values = self.keys[layer], self.values[layer]
         T, R = self._new, len(self._starts)
         assert k_BGTd.shape[2] == T
         end = max(self._starts) + T
-        if end > self.keys.shape[2]:
-            raise RuntimeError(f"draft cache of {self.keys.shape[2]} slots is full at {end}")
+        if end > keys.shape[2]:
+            raise RuntimeError(f"draft cache of {keys.shape[2]} slots is full at {end}")
         rows = slice(self._first, self._first + R)
         if len(set(self._starts)) == 1:
-            self.keys[rows, :, end - T : end] = k_BGTd
-            self.values[rows, :, end - T : end] = v_BGTd
+            keys[rows, :, end - T : end] = k_BGTd
+            values[rows, :, end - T : end] = v_BGTd
         else:
-            device = self.keys.device
-            row_R1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
-            slots_RT = torch.tensor(self._starts, device=device)[:, None] + torch.arange(T, device=device)
-            self.keys[row_R1, :, slots_RT] = k_BGTd.transpose(1, 2)
-            self.values[row_R1, :, slots_RT] = v_BGTd.transpose(1, 2)
-        mask, self._mask_RTL = self._mask_RTL, None
+            row_R1 = torch.arange(rows.start, rows.stop, device=keys.device)[:, None]
+            slots_RT = torch.tensor(self._starts, device=keys.device)[:, None] + torch.arange(T, device=keys.device)
+            keys[row_R1, :, slots_RT] = k_BGTd.transpose(1, 2)
+            values[row_R1, :, slots_RT] = v_BGTd.transpose(1, 2)
+        mask = self._mask_RTL
+        if layer + 1 == len(self.keys):
+            self._mask_RTL = None  # the step is over
         return F.scaled_dot_product_attention(
-            q_BHTd, self.keys[rows, :, :end], self.values[rows, :, :end], attn_mask=mask[:, None], enable_gqa=True
+            q_BHTd, keys[rows, :, :end], values[rows, :, :end], attn_mask=mask[:, None], enable_gqa=True
         )
 
     def _announce(self, first: int, starts: list[int], count: int) -> None:

@@ -10,6 +10,7 @@ Training unrolls `advance` over training-time-test steps and hands the output st
 the job of the `Attend` object handed in.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
@@ -110,3 +111,8 @@ class DraftHead(nn.Module, ABC):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Return target token ids of draft ids, any shape."""
         return draft_ids if self.config.full_vocabulary else draft_ids + self.d2t[draft_ids]
+
+
+def copy_head(head: DraftHead) -> DraftHead:
+    """Return a copy of a head that shares what the target lent."""
+    return copy.deepcopy(head, {id(part): part for part in head.lent()})

@@ -14,8 +14,11 @@ from eyas.models.rope import rotate
 class Attend(Protocol):
     """What a draft step attends to: a training-time-test context or a draft KV cache."""
 
-    def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
-        """Take this step's queries, keys and values (rotated), keep the keys, return the attention output_BHTd."""
+    def attend(self, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, *, layer: int = 0) -> Tensor:
+        """Take this step's queries, keys and values (rotated), keep the keys, return the attention output_BHTd.
+
+        Every layer of a head has keys of its own; a step calls its layers in ascending order.
+        """
         ...
 
     def kept(self, x_BTD: Tensor) -> Tensor:
@@ -26,9 +29,10 @@ class Attend(Protocol):
 class DraftAttention(nn.Module):
     """Grouped-query attention without biases over inputs of any width."""
 
-    def __init__(self, config: HeadConfig, *, width: int) -> None:
+    def __init__(self, config: HeadConfig, *, width: int, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.layer = layer
         self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
@@ -36,7 +40,8 @@ class DraftAttention(nn.Module):
 
     def forward(self, x_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor, context: Attend) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in self._project(x_BTE))
-        out_BHTd = context.attend(rotate(q, cos_BTr, sin_BTr), rotate(k, cos_BTr, sin_BTr), v)
+        q, k = rotate(q, cos_BTr, sin_BTr), rotate(k, cos_BTr, sin_BTr)
+        out_BHTd = context.attend(q, k, v, layer=self.layer)
         return self.o_proj(out_BHTd.transpose(1, 2).flatten(2))
 
     def _project(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
@@ -59,7 +64,7 @@ class FirstLayer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(D, eps=eps)
         self.hidden_norm = RMSNorm(D, eps=eps)
-        self.self_attn = DraftAttention(config, width=2 * D)
+        self.self_attn = DraftAttention(config, width=2 * D, layer=0)
         self.post_attention_layernorm = RMSNorm(D, eps=eps)
         self.mlp = GatedMLP(D, config.intermediate_size, activation=config.hidden_act)
 
@@ -73,15 +78,15 @@ class FirstLayer(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A Llama layer; EAGLE-1's first has no norm before its attention."""
+    """A Llama layer: EAGLE-1's, the first without a norm before its attention, and EAGLE-3's behind the first."""
 
-    def __init__(self, config: HeadConfig, *, input_norm: bool) -> None:
+    def __init__(self, config: HeadConfig, *, layer: int, input_norm: bool = True) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
         if input_norm:
             self.input_layernorm = RMSNorm(D, eps=eps)
         self.input_norm = input_norm
-        self.self_attn = DraftAttention(config, width=D)
+        self.self_attn = DraftAttention(config, width=D, layer=layer)
         self.post_attention_layernorm = RMSNorm(D, eps=eps)
         self.mlp = GatedMLP(D, config.intermediate_size, activation=config.hidden_act)
 

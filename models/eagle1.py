@@ -31,7 +31,7 @@ class Eagle1Head(DraftHead):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([PlainLayer(config, input_norm=False)])
+        self.layers = nn.ModuleList(PlainLayer(config, layer=i, input_norm=i > 0) for i in range(config.num_layers))
         self.rope = build_rope(config)
         self._output: list[TargetHead] = []
 

@@ -1,10 +1,11 @@
-"""The EAGLE-3 draft head: one decoder layer that reads target features and token embeddings and predicts two ahead.
+"""The EAGLE-3 draft head: a decoder layer that reads target features and token embeddings and predicts two ahead.
 
     feature_t ──hidden_norm──┐
                              ├─ [emb ; feature] ─ attention ─ (+ feature) ─ MLP ─> o_t ── norm ── lm_head ──> x_{t+2}
     emb(x_{t+1}) ─input_norm─┘                                                    └────> the next step's feature
 
-The first feature is fc of the target's aux hidden states (pre-norm), concatenated in ascending layer order.
+The first feature is fc of the target's aux hidden states (pre-norm), concatenated in ascending layer order. Layers
+behind the first (`num_layers` > 1) are plain Llama layers, as vLLM reads them.
 Source: EAGLE-3 (arXiv 2503.01840); 3.1 flags `fc_norm` and `norm_output` as vLLM reads them.
 Module names equal the tensor names of the cross-engine checkpoint.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.models.draft_head import DraftHead
-from eyas.models.draft_layer import Attend, FirstLayer
+from eyas.models.draft_layer import Attend, FirstLayer, PlainLayer
 from eyas.models.head_config import HeadConfig
 from eyas.models.layers import OutputLinear, RMSNorm
 from eyas.models.rope import build_rope
@@ -37,6 +38,7 @@ class Eagle3Head(DraftHead):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps=eps) for _ in config.aux_layers)
         self.midlayer = FirstLayer(config)
+        self.layers = nn.ModuleDict({str(i): PlainLayer(config, layer=i) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(D, eps=eps)
         self.lm_head = OutputLinear(D, config.draft_vocab_size, bias=False)
         self.rope = build_rope(config)
@@ -60,10 +62,12 @@ class Eagle3Head(DraftHead):
         return self.fc(x)
 
     def advance(self, feature_BTD: Tensor, token_ids_BT: Tensor, position_ids_BT: Tensor, context: Attend) -> Tensor:
-        """Return the layer's output, normed when the head feeds normed features back (norm_output)."""
+        """Return the last layer's output, normed when the head feeds normed features back (norm_output)."""
         embeds = self.embed(token_ids_BT).to(feature_BTD.dtype)
         cos, sin = self.rope(feature_BTD, position_ids_BT)
         out_BTD = self.midlayer(feature_BTD, embeds, cos, sin, context)
+        for layer in self.layers.values():
+            out_BTD = layer(out_BTD, cos, sin, context)
         return self.norm(out_BTD) if self.config.norm_output else out_BTD
 
     def logits(self, feature: Tensor) -> Tensor:

@@ -122,8 +122,8 @@ def _not_three(traits: Traits) -> bool:
     return traits.method == "eagle3" and len(traits.trained_layers) != 3
 
 
-def _many_layers(traits: Traits) -> bool:
-    return traits.fields["num_hidden_layers"] != 1
+def _many_eagle3_layers(traits: Traits) -> bool:
+    return traits.method == "eagle3" and traits.fields["num_hidden_layers"] != 1
 
 
 def _eagle1(traits: Traits) -> bool:
@@ -143,19 +143,14 @@ def _untranslatable_rope(traits: Traits) -> bool:
     return not two_keys or traits.fields["rope_theta"] != 10000
 
 
-_ONE_LAYER = Rule(
-    _many_layers,
-    "engines disagree on the norm of a second layer (vLLM: input_layernorm, SGLang: hidden_norm), so the same file "
-    "drafts differently",
-    "train a head of one layer",
-)
+_INSTEAD_OF_LAYERS = "export for vLLM, or train with head.num_layers 1"
 ENGINES = {
     "vllm": Engine(
         "vLLM",
         "0.32-0.33",
         True,
         _vllm_layers,
-        (_ONE_LAYER,),
+        (),
     ),
     "sglang": Engine(
         "SGLang",
@@ -163,7 +158,12 @@ ENGINES = {
         False,
         _sglang_layers,
         (
-            _ONE_LAYER,
+            Rule(
+                _many_eagle3_layers,
+                "SGLang gives layers behind the first another norm and leaves out the residual before them, and skips "
+                "the tensors it does not know without an error",
+                _INSTEAD_OF_LAYERS,
+            ),
             Rule(
                 _flag("norm_before_residual"),
                 "SGLang does not implement norm_before_residual and would add the un-normed feature, without an error",
@@ -195,7 +195,7 @@ ENGINES = {
         False,
         _fixed_layers,
         (
-            Rule(_many_layers, "the original code has exactly one layer", "train a head of one layer"),
+            Rule(_many_eagle3_layers, "the original code has exactly one EAGLE-3 layer", _INSTEAD_OF_LAYERS),
             Rule(_not_three, "the original code reads exactly 3 aux states", "train with 3 aux layers"),
             *(
                 Rule(
@@ -228,7 +228,7 @@ ENGINES = {
         _fixed_layers,
         (
             _no_eagle1("llama.cpp"),
-            Rule(_many_layers, "llama.cpp has exactly one layer", "train a head of one layer"),
+            Rule(_many_eagle3_layers, "llama.cpp has exactly one layer", _INSTEAD_OF_LAYERS),
             Rule(_not_three, "llama.cpp reads exactly 3 aux states", "train with 3 aux layers"),
             *(
                 Rule(

@@ -104,15 +104,6 @@ _NEEDED = {
 }  # fmt: skip
 
 
-def _one_layer(files: HeadFiles) -> Iterator[str]:
-    layers = files.fields["num_hidden_layers"]
-    if layers != 1:
-        yield (
-            f"num_hidden_layers is {layers}: a head has one layer here; engines disagree on which norm the later "
-            "layers use, and the original code and llama.cpp know only one"
-        )
-
-
 def _bias(files: HeadFiles) -> Iterator[str]:
     for name in ("bias", "attention_bias", "mlp_bias"):
         if files.fields.get(name):
@@ -238,7 +229,6 @@ Rule = Callable[[HeadFiles], Iterator[str]]
 FILE_CHECKS: dict[str, Rule] = {
     "typed fields": _typed_fields,
     "required fields": _required_fields,
-    "layers": _one_layer,
     "bias": _bias,
     "ties": _ties,
     "quantisation": _quantisation,
@@ -253,7 +243,6 @@ FILE_CHECKS: dict[str, Rule] = {
 PASSED = {
     "typed fields": "no null and no field of a wrong type",
     "required fields": "all there",
-    "layers": "one layer",
     "bias": "no bias is announced",
     "ties": "the head's lm_head is its own",
     "quantisation": "no quantisation of the target left in it",

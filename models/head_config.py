@@ -43,8 +43,11 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     kind: Kind = "eagle3"
+    num_layers: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise UserError(f"a head has at least one layer, given head.num_layers = {self.num_layers}.")
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise UserError(
                 f"draft vocabulary size {self.draft_vocab_size} is not between 1 and the target's vocabulary size "
@@ -152,6 +155,7 @@ def head_config_for(
     target: PreTrainedConfig,
     *,
     kind: Kind = "eagle3",
+    num_layers: int = 1,
     aux_layers: tuple[int, ...] = (),
     draft_vocab_size: int | None = None,
     intermediate_size: int | None = None,
@@ -169,6 +173,7 @@ def head_config_for(
     eos = config.eos_token_id
     return HeadConfig(
         kind=kind,
+        num_layers=num_layers,
         hidden_size=config.hidden_size,
         intermediate_size=intermediate_size or _mlp_width(config),
         num_attention_heads=heads,
@@ -205,6 +210,11 @@ def head_remarks(config: HeadConfig, target: PreTrainedConfig) -> list[str]:
         remarks.append(
             f"the head's MLP ({config.intermediate_size}) is narrower than its hidden size ({config.hidden_size}); "
             "heads drafted better with 2 to 4 times the hidden size (head.intermediate_size)."
+        )
+    if config.num_layers > 1 and config.kind == "eagle3":
+        remarks.append(
+            f"{config.num_layers} layers: SGLang, the original EAGLE code and llama.cpp cannot serve it (their exports "
+            "are refused); vLLM and eyas do."
         )
     if config.norm_before_residual:
         remarks.append("norm_before_residual: SGLang does not implement it; vLLM and eyas do.")

@@ -23,7 +23,7 @@ def native_json(method: str, neutral: dict[str, Any], *, dtype: str) -> dict[str
     fields = {
         "architectures": _ARCHITECTURES[method],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": neutral["num_layers"],
         **{name: neutral[name] for name in PLAIN_FIELDS if method == "eagle3" or name not in BORROWED},
         **_rope(neutral["rope_parameters"]),
         "tie_word_embeddings": False,

@@ -3,6 +3,7 @@
 EAGLE-3: one middle layer whose attention reads [embedding ; feature], fc over the aux states, own norm and lm_head, and
 the vocabulary maps iff the draft vocabulary is reduced. EAGLE-1: a plain layer without its first norm behind fc over
 [embedding ; feature], nothing else; `fc.bias` is zero, because SGLang's fc has a bias and would keep random values.
+Layers behind the first are plain Llama layers under `layers.1.`, `layers.2.`, ... in both.
 """
 
 from typing import Any
@@ -41,6 +42,7 @@ def neutral_fields(method: str, fields: dict[str, Any]) -> dict[str, Any]:
     neutral = {
         **{name: fields[name] for name in PLAIN_FIELDS if method == "eagle3" or name not in BORROWED},
         "rope_parameters": {"rope_theta": fields["rope_theta"], **rope},
+        "num_layers": fields["num_hidden_layers"],
         "target_num_layers": fields["target_num_hidden_layers"],
         "aux_layers": tuple(fields["eagle_aux_hidden_state_layer_ids"]) if method == "eagle3" else (),
         **{name: fields.get(name) for name in TOKEN_FIELDS},
@@ -72,6 +74,15 @@ def _layer(prefix: str, fields: dict[str, Any], *, reads: int) -> Shapes:
     }
 
 
+def _later_layers(fields: dict[str, Any]) -> Shapes:
+    shapes: Shapes = {}
+    for number in range(1, fields["num_hidden_layers"]):
+        prefix = f"layers.{number}."
+        shapes[f"{prefix}input_layernorm.weight"] = (fields["hidden_size"],)
+        shapes |= _layer(prefix, fields, reads=fields["hidden_size"])
+    return shapes
+
+
 def _eagle3(fields: dict[str, Any]) -> Shapes:
     D, V, U = fields["hidden_size"], fields["vocab_size"], fields["draft_vocab_size"]
     width = fields.get("target_hidden_size", D)
@@ -81,6 +92,7 @@ def _eagle3(fields: dict[str, Any]) -> Shapes:
         "midlayer.hidden_norm.weight": (D,),
         "midlayer.input_layernorm.weight": (D,),
         **_layer(LAYER["eagle3"], fields, reads=2 * D),
+        **_later_layers(fields),
         "norm.weight": (D,),
         "lm_head.weight": (U, D),
     }
@@ -95,4 +107,5 @@ def _eagle3(fields: dict[str, Any]) -> Shapes:
 
 def _eagle1(fields: dict[str, Any]) -> Shapes:
     D = fields["hidden_size"]
-    return {"fc.weight": (D, 2 * D), "fc.bias": (D,), **_layer(LAYER["eagle1"], fields, reads=D)}
+    first = _layer(LAYER["eagle1"], fields, reads=D)
+    return {"fc.weight": (D, 2 * D), "fc.bias": (D,), **first, **_later_layers(fields)}

@@ -14,12 +14,14 @@ from torch import Tensor
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.errors import UserError
 from eyas.models.head_checks import require_sound
-from eyas.models.head_files import HeadFiles
+from eyas.models.head_files import CARD, HeadFiles, read_head_files
 from eyas.models.head_json import native_json
 from eyas.models.head_layout import FLAGS, PLAIN_FIELDS, TOKEN_FIELDS, ZERO_TENSORS
 from eyas.models.import_layers import resolve_layers
 from eyas.models.raw_head import RawHead, read_raw_head
 from eyas.models.target_facts import TargetFacts
+
+RELAID = ("eagle", "speculators", "eagle1-eagle")  # exports of eyas that are not in the native layout
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,19 @@ def import_head(folder: Path, *, target: TargetFacts | None, answers: Answers) -
     return Imported(files, tuple(inquiry.notes))
 
 
+def read_any_head(folder: Path, *, target: TargetFacts, answers: Answers) -> Imported:
+    """Return a head of any known layout as sound native files: as it lies there if eyas wrote it so, else imported.
+
+    Raises UserError naming every fault of a native head, or every open question of a foreign one.
+    """
+    if (folder / CARD).is_file():
+        files = read_head_files(folder)
+        if files.card.get("format") not in RELAID:
+            require_sound(files)
+            return Imported(files, ())
+    return import_head(folder, target=target, answers=answers)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -98,13 +113,7 @@ def _facts(raw: RawHead, target: TargetFacts | None) -> dict[str, Any]:
 
 
 def _settle_config(raw: RawHead, inquiry: _Inquiry) -> None:
-    """Say which fields are not taken over; raise UserError for a head of several layers."""
-    layers = raw.fields.get("num_hidden_layers", 1)
-    if layers != 1:
-        raise UserError(
-            f"{raw.where}: num_hidden_layers is {layers}; engines disagree on the norms of later layers, and heads "
-            "here have one."
-        )
+    """Say which fields are not taken over."""
     for name in ("bias", "attention_bias", "mlp_bias", "tie_word_embeddings"):
         if raw.fields.get(name):
             inquiry.notes.append(f"{name} was true, though no such tensor is there; it is false now")
@@ -179,6 +188,7 @@ def _neutral(raw: RawHead, tensors: dict[str, Tensor], facts: dict[str, Any], in
     neutral["eos_token_id"] = eos[0] if isinstance(eos, list) and eos else eos
     return neutral | {
         "aux_layers": (), "target_num_layers": facts["target_num_layers"], "rope_parameters": _rope(fields, inquiry),
+        "num_layers": fields.get("num_hidden_layers", 1),
     }  # fmt: skip
 
 

@@ -60,6 +60,16 @@ class TargetHead:
             logits = F.linear(hidden, self.weight_VD, self.bias_V)
         else:
             logits = packed_product(hidden, self.packed, self.bias_V)
+        return self._shaped(logits)
+
+    def logits_at(self, hidden_ND: Tensor, rows_N: Tensor) -> Tensor:
+        """Return the logit of one row of the head for each final state, [N]."""
+        logits_N = torch.linalg.vecdot(
+            hidden_ND.to(self.weight_VD.device, self.weight_VD.dtype), self.weight_VD[rows_N]
+        )
+        return self._shaped(logits_N if self.bias_V is None else logits_N + self.bias_V[rows_N])
+
+    def _shaped(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -1,7 +1,8 @@
 """Initialise a head from its target (the last block's weights and its head rows), or from a head trained before.
 
 A head from its target starts as "run the target's last block once more on the last tapped state", far better than
-noise. The embedding half of what it reads starts at zero, so that at first the feature alone speaks.
+noise. The embedding half of what it reads starts at zero, so that at first the feature alone speaks. Layers behind the
+first start as the same block with its outputs at zero: they add nothing yet.
 """
 
 from typing import Any
@@ -71,6 +72,8 @@ def _eagle3_from_target(head: Eagle3Head, target: Target, vocabulary: DraftVocab
         weight[:, :D].zero_()
         weight[:, D:].copy_(getattr(last.self_attn, name).weight)
     _copy_rest(head.midlayer, last)
+    for layer in head.layers.values():
+        _silent_layer(layer, last)
     head.midlayer.hidden_norm.weight.copy_(_norm_weight(last.input_layernorm))
     head.norm.weight.copy_(_norm_weight(target.decoder.norm))
     head.fc.weight.zero_()
@@ -87,8 +90,20 @@ def _eagle1_from_target(head: Eagle1Head, target: Target) -> None:
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(layer.self_attn, name).weight.copy_(getattr(last.self_attn, name).weight * scale_D)
     _copy_rest(layer, last)
+    for later in head.layers[1:]:
+        _silent_layer(later, last)
     head.fc.weight[:, :D].zero_()
     head.fc.weight[:, D:].copy_(torch.eye(D))
+
+
+def _silent_layer(layer: Any, last: Any) -> None:
+    """Copy a whole block but for its outputs, which are zero."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer.self_attn, name).weight.copy_(getattr(last.self_attn, name).weight)
+    _copy_rest(layer, last)
+    layer.input_layernorm.weight.copy_(_norm_weight(last.input_layernorm))
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
 
 
 def _copy_rest(layer: Any, last: Any) -> None:
@@ -107,9 +122,10 @@ def init_from_head(head: DraftHead, trained: DraftHead, target: Target, vocabula
     anything but the draft vocabulary differs between the two heads.
     """
     ours, theirs = head.config, trained.config
+    free = ("draft_vocab_size", "max_position_embeddings")  # the one is mapped below, the other changes no state
     for name in ours.__dataclass_fields__:
         mine, given = getattr(ours, name), getattr(theirs, name)
-        if mine != given and not name.endswith("token_id") and name != "draft_vocab_size":
+        if mine != given and not name.endswith("token_id") and name not in free:
             raise UserError(
                 f"the head in head.init has {name} {given}, this recipe's head {mine}: set head.{name} alike, or name "
                 "another head."

@@ -67,7 +67,12 @@ class Reader:
         residual = normed if self.flags.get("norm_before_residual") else features_TD
         x = torch.cat((self._norm(embeds_TD, "midlayer.input_layernorm"), normed), dim=-1)
         x = residual + attention(x, self.weights, "midlayer.", self.config)
-        return x + mlp(self._norm(x, "midlayer.post_attention_layernorm"), self.weights, "midlayer.")
+        x = x + mlp(self._norm(x, "midlayer.post_attention_layernorm"), self.weights, "midlayer.")
+        for number in range(1, self.config["num_hidden_layers"]):
+            prefix = f"layers.{number}."
+            x = x + attention(self._norm(x, f"{prefix}input_layernorm"), self.weights, prefix, self.config)
+            x = x + mlp(self._norm(x, f"{prefix}post_attention_layernorm"), self.weights, prefix)
+        return x
 
 
 def attention(x_TE: Tensor, weights: Weights, prefix: str, config: dict[str, Any]) -> Tensor:
@@ -134,6 +139,12 @@ def _allocated(config: dict[str, Any], aux: int, bias: bool) -> Weights:
         **{f"midlayer.{n}.weight": (D,) for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
         **{f"fc_norm.{a}.weight": (width // aux,) for a in range(aux)},
     }  # fmt: skip
+    for number in range(1, config["num_hidden_layers"]):
+        first = {
+            name.removeprefix("midlayer."): shape for name, shape in shapes.items() if name.startswith("midlayer.")
+        }
+        reads = {f"self_attn.{n}_proj.weight": (first[f"self_attn.{n}_proj.weight"][0], D) for n in "qkv"}
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in {**first, **reads}.items()}
     assert not bias, "attention or fc biases would be allocated and left random"
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 

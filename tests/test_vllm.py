@@ -130,6 +130,8 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("vllm", {"norm_before_fc": True}),
         ("vllm", {"norm_before_residual": True}),
         ("speculators", {"aux_layers": (1, 3, 6)}),
+        ("vllm", {"num_layers": 3, "norm_output": True}),
+        ("speculators", {"num_layers": 2}),
     ],
     ids=[
         "layers",
@@ -139,6 +141,8 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "before fc",
         "before residual",
         "speculators",
+        "three layers",
+        "two layers, speculators",
     ],
 )
 def test_every_kind_of_head_is_drafted_alike(

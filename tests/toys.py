@@ -1,6 +1,7 @@
 """Toys with known answers: a tiny random Llama, a byte tokenizer with a ChatML template, and an oracle head."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -46,10 +47,10 @@ def tiny_target(
     return Target(LlamaForCausalLM(tiny_config(vocab_size=vocab_size, **fields)), aux_layers=aux_layers)
 
 
-def tiny_head(target: Target, *, draft_vocab_size: int = 61, seed: int = 1, **flags: bool) -> Eagle3Head:
-    """Return a random head for a tiny target, with a random draft vocabulary that holds token 2."""
+def tiny_head(target: Target, *, draft_vocab_size: int = 61, seed: int = 1, **shape: Any) -> Eagle3Head:
+    """Return a random head for a tiny target, of some shape, with a random draft vocabulary that holds token 2."""
     torch.manual_seed(seed)
-    config = head_config_for(target.config, aux_layers=target.aux_layers, draft_vocab_size=draft_vocab_size, **flags)
+    config = head_config_for(target.config, aux_layers=target.aux_layers, draft_vocab_size=draft_vocab_size, **shape)
     head = Eagle3Head(config)
     init_random(head, std=0.3)
     set_vocabulary(head, DraftVocabulary.from_counts(torch.rand(target.vocab_size), size=draft_vocab_size, forced={2}))
@@ -57,10 +58,10 @@ def tiny_head(target: Target, *, draft_vocab_size: int = 61, seed: int = 1, **fl
     return head.eval()
 
 
-def tiny_eagle1(target: Target, *, seed: int = 1) -> Eagle1Head:
+def tiny_eagle1(target: Target, *, num_layers: int = 1, seed: int = 1) -> Eagle1Head:
     """Return a random EAGLE-1 head for a tiny target."""
     torch.manual_seed(seed)
-    head = Eagle1Head(head_config_for(target.config, kind="eagle1"))
+    head = Eagle1Head(head_config_for(target.config, kind="eagle1", num_layers=num_layers))
     init_random(head, std=0.15)
     head.lend(target)
     return head.eval()

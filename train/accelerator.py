@@ -1,5 +1,6 @@
 """The accelerator of a training run: devices, precision, ranks and trackers, all through accelerate."""
 
+import json
 import os
 import warnings
 from importlib.util import find_spec
@@ -23,7 +24,10 @@ def make_accelerator(context: RunContext) -> Accelerator:
     section = context.recipe.train
     tracker = None if section.tracker == "none" else section.tracker
     if tracker and find_spec(TRACKERS[tracker]) is None:
-        raise UserError(f"train.tracker {tracker} needs the package {TRACKERS[tracker]}; pip install it, or set none.")
+        raise UserError(
+            f"train.tracker {tracker} needs the package {TRACKERS[tracker]}: pip install 'eyas[{tracker}]', or set it "
+            "to none."
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator = Accelerator(
@@ -38,9 +42,21 @@ def make_accelerator(context: RunContext) -> Accelerator:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         set_up_deepspeed(accelerator, section)
     if tracker:
-        settings = {key: value for key, value in section.model_dump(mode="json").items() if not isinstance(value, list)}
-        accelerator.init_trackers("eyas", config={"recipe": context.recipe.name, **settings})
+        start_tracker(accelerator, tracker, context)
     return accelerator
+
+
+def start_tracker(accelerator: Accelerator, tracker: str, context: RunContext) -> None:
+    """Start the tracker's run: project eyas, the recipe's name, head and train section as its settings."""
+    recipe = context.recipe
+    settings: dict[str, bool | int | float | str] = {"recipe": recipe.name}
+    for section in (recipe.head, recipe.train):
+        for name, value in section.model_dump(mode="json").items():
+            settings[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
+    folder = context.folder.of("train")
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"wandb": {"name": recipe.name, "dir": str(folder)}, "trackio": {"name": recipe.name}}.get(tracker, {})
+    accelerator.init_trackers("eyas", config=settings, init_kwargs={tracker: own})
 
 
 def shard_on_cpu(accelerator: Accelerator) -> None:
@@ -71,7 +87,12 @@ def _asked_for(name: str) -> bool:
 
 
 def track(accelerator: Accelerator, values: dict[str, Any]) -> None:
-    """Hand a report to the trackers: validations under eval/, steps under train/."""
+    """Hand a report to the trackers: validations under eval/, steps under train/; of lists one number per entry."""
     space = "eval" if values["event"] == "validation" else "train"
-    numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            numbers |= {f"{name}_{place}": number for place, number in enumerate(value, start=1)}
+        elif isinstance(value, int | float) and name != "step":
+            numbers[name] = value
     accelerator.log({f"{space}/{name}": value for name, value in numbers.items()}, step=values["step"])

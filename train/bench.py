@@ -21,13 +21,15 @@ from transformers import LlamaConfig
 from eyas.data.feature_batch import FeatureBatch
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
-from eyas.models.head_config import head_config_for
+from eyas.models.head_config import HeadConfig, head_config_for
 from eyas.models.target_head import TargetHead
 from eyas.models.ttt_attention import TTTContext
 from eyas.models.warm_start import init_random, set_vocabulary
 from eyas.train.draft_loss import draft_loss_reference
 from eyas.train.losses import LossMix
 from eyas.train.objective import ObjectivePlan, TrainingTimeTest
+from eyas.train.plan_facts import head_size
+from eyas.train.utilisation import TrainingWork
 
 KL = LossMix((("kl", 1.0),))
 
@@ -52,13 +54,26 @@ class TrainingCase:
         return self.rows * self.row_length
 
     @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations that one token's training needs at least: products alone, none of them twice."""
-        D, width = self.hidden_size, self.heads * self.head_dim
-        layer = 2 * D * (width + 2 * self.kv_heads * self.head_dim) + width * D + 3 * D * self.intermediate_size
-        attention = width * self.row_length  # scores and values over half the row on average
-        fuse, output = 3 * D * D, D * self.draft_vocab_size
-        return 2.0 * (self.ttt_steps * 3 * (layer + attention + output) + 2 * fuse + output)
+    def head_config(self) -> HeadConfig:
+        """The head of a 30-layer target of these dimensions."""
+        target = LlamaConfig(
+            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_hidden_layers=30,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+        )  # fmt: skip
+        return head_config_for(target, aux_layers=(2, 15, 27), draft_vocab_size=self.draft_vocab_size)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations that a step needs at least."""
+        slots = self.row_length - 2
+        work = TrainingWork(self.head_config, head_size(self.head_config), self.ttt_steps, trains_output=True)
+        return self.rows * work.flops(
+            tokens=self.row_length,
+            slots=slots,
+            visible=slots * (slots + 1) // 2,
+            pairs=sum(slots - step for step in range(self.ttt_steps)),
+        )
 
 
 CASES = (TrainingCase(8192, 3), TrainingCase(32000, 7))
@@ -70,12 +85,7 @@ class Loops:
     def __init__(self, case: TrainingCase) -> None:
         torch.manual_seed(0)
         self.case = case
-        config = LlamaConfig(
-            hidden_size=case.hidden_size, intermediate_size=case.intermediate_size, num_hidden_layers=30,
-            num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, head_dim=case.head_dim,
-            vocab_size=case.vocab_size,
-        )  # fmt: skip
-        self.head = Eagle3Head(head_config_for(config, aux_layers=(2, 15, 27), draft_vocab_size=case.draft_vocab_size))
+        self.head = Eagle3Head(case.head_config)
         init_random(self.head)
         vocabulary = DraftVocabulary(
             torch.randperm(case.vocab_size)[: case.draft_vocab_size].sort().values, case.vocab_size
@@ -157,7 +167,7 @@ def bench_training(cases: tuple[TrainingCase, ...], *, repeats: int, say: Callab
                 "tokens_per_second": speed["packed"],
                 "plain_tokens_per_second": speed["plain"],
                 "ratio": speed["packed"] / speed["plain"],
-                "utilisation": speed["packed"] * case.flops_per_token / matmul,
+                "utilisation": speed["packed"] / case.tokens * case.flops / matmul,
                 "matmul_gflops": matmul / 1e9,
                 "peak_gib": peaks["packed"],
                 "plain_peak_gib": peaks["plain"],

@@ -1,7 +1,8 @@
 """What every stage of a run shares: the recipe, the folder, the fingerprints, and where to report."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -15,6 +16,7 @@ from eyas.inference.draft import DynamicTree
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_for
+from eyas.models.hub import resolve_head
 from eyas.models.kv_cache import attention_kinds
 from eyas.models.target import Target, load_tokenizer, model_fingerprint
 from eyas.train.progress import Reporter
@@ -103,6 +105,7 @@ class RunContext:
         return head_config_for(
             self.target_config,
             kind=section.kind,
+            num_layers=section.num_layers,
             aux_layers=self.aux_layers,
             draft_vocab_size=draft_vocab_size(section, self.target_config.vocab_size),
             intermediate_size=section.intermediate_size,
@@ -112,10 +115,27 @@ class RunContext:
             norm_output=section.norm_output,
         )
 
+    @cached_property
+    def init_folder(self) -> Path | None:
+        """The folder of the trained head to go on from (head.init), None where a head begins anew."""
+        init = self.recipe.head.init
+        if init in ("target", "random"):
+            return None
+        try:
+            return resolve_head(init)
+        except UserError as error:
+            raise UserError(f"head.init {init!r} is neither target, random nor a trained head: {error}") from None
+
+    @cached_property
+    def validation_tree(self) -> DynamicTree:
+        """The dynamic tree that held-out rows are replayed with."""
+        section = self.recipe.train.validation_tree or self.recipe.evaluate.tree
+        return DynamicTree(section.depth, section.top_k, section.num_draft_tokens)
+
     def check(self) -> None:
         """Raise UserError for anything in the recipe that does not fit its target or its files, before any work."""
         attention_kinds(self.target_config)
-        _ = self.device, self.head_config  # both raise where the recipe asks for what is not there
+        _ = self.device, self.head_config, self.validation_tree  # raise where the recipe asks for what is not there
         evaluation = self.recipe.evaluate
         DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)
         for source in prompt_sources(self.recipe):
@@ -139,7 +159,12 @@ class RunContext:
         keys["extract"] = self._key(
             "extract", recipe.extract.model_dump(), self.final_states, list(self.aux_layers), keys["synthesize"]
         )
-        keys["train"] = self._key("train", recipe.head.model_dump(), recipe.train.model_dump(), keys["extract"])
+        keys["train"] = self._key(
+            "train", recipe.head.model_dump(), recipe.train.model_dump(), keys["extract"],
+            # The tree chooses the head only then; else it is only looked at.
+            *([asdict(self.validation_tree)] if recipe.train.best_by == "tree" else []),
+            *([model_fingerprint(str(self.init_folder))] if self.init_folder else []),
+        )  # fmt: skip
         keys["evaluate"] = self._key(
             "evaluate", recipe.evaluate.model_dump(), keys["train"],
             [prompt_file_hash(source) for source in recipe.evaluate.prompts],

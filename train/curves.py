@@ -1,36 +1,54 @@
-"""curves.png: loss and held-out acceptance over the steps of a run, redrawn at every validation."""
+"""curves.png: loss, held-out acceptance, and alpha per drafted step over a run, redrawn at every validation."""
 
 from pathlib import Path
 
 from eyas.train.metrics_file import read_metrics
 
+TAUS = {
+    "tree_tau": ("o-", "tab:blue", "tree, replayed"),
+    "decoded_tree_tau": ("D", "navy", "tree, really decoded"),
+    "sampled_tree_tau": (":", "tab:blue", "tree at T=1"),
+    "tau": ("o-", "tab:green", "chain, replayed"),
+    "decoded_tau": ("D", "darkgreen", "chain, really decoded"),
+    "sampled_tau": (":", "tab:green", "chain at T=1"),
+    "slot_tau": ("--", "0.6", "chain, average over slots (over-states)"),
+}
+
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Draw the loss (smoothed, over the raw one) and both held-out taus from a metrics file."""
+    """Draw the loss (smoothed, over the raw one), every held-out tau and the chain's alpha from a metrics file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     reports = read_metrics(metrics)
     steps = [report for report in reports if report["event"] == "step"]
     validations = [report for report in reports if report["event"] == "validation"]
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    left, right, steps_axes = figure.subplots(1, 3)
     left.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="0.8", linewidth=0.8, label="each step")
     left.plot([r["step"] for r in steps], smoothed([r["loss"] for r in steps]), color="tab:blue", label="smoothed")
     left.set(title="training loss", xlabel="optimizer step")
-    at = [r["step"] for r in validations]
-    right.plot(
-        at, [r["tau"] for r in validations], "o-", color="tab:green", label="replay of rounds (what decoding sees)"
-    )
-    right.plot(at, [r["slot_tau"] for r in validations], "--", color="0.6", label="average over slots (over-states)")
-    if validations:
-        best = max(validations, key=lambda r: (r["tau"], -r["step"]))
-        right.annotate(f"best {best['tau']:.3f}", (best["step"], best["tau"]), (0, -14), textcoords="offset points")
-    right.set(title="held-out chain acceptance length tau", xlabel="optimizer step")
-    for axes in (left, right):
+    for name, (style, color, label) in TAUS.items():
+        known = [(r["step"], r[name]) for r in validations if name in r]
+        if known:
+            right.plot(*zip(*known, strict=True), style, color=color, markersize=4, label=label)
+    for name, below in (("tree_tau", -14), ("tau", 8)):
+        known = [(r["step"], r[name]) for r in validations if name in r]
+        if known:
+            best = max(known, key=lambda point: (point[1], -point[0]))
+            right.annotate(f"best {best[1]:.3f}", best, (0, below), textcoords="offset points", ha="center", fontsize=8)
+    right.set(title="held-out acceptance length tau", xlabel="optimizer step")
+    depth = max((len(r.get("alpha", ())) for r in validations), default=0)
+    for level in range(depth):
+        known = [(r["step"], r["alpha"][level]) for r in validations if len(r.get("alpha", ())) > level]
+        shade = f"{0.65 * level / max(1, depth - 1):.2f}"
+        steps_axes.plot(*zip(*known, strict=True), "o-", color=shade, markersize=3, label=f"draft {level + 1}")
+    steps_axes.set(title="chain: P(accepted | those before were)", xlabel="optimizer step")
+    for axes in (left, right, steps_axes):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8)
     temporary = picture.with_name(f".{picture.name}.tmp.png")
     figure.savefig(temporary, dpi=120)
     temporary.replace(picture)

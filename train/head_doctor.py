@@ -19,7 +19,7 @@ from eyas.models.head_checks import Check, check_files
 from eyas.models.head_files import HeadFiles, read_head_files
 from eyas.models.heads import HEADS
 from eyas.models.hub import resolve_head
-from eyas.models.import_head import Answers, import_head
+from eyas.models.import_head import RELAID, Answers, import_head
 from eyas.models.packed_linear import pack_linears
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.target_checks import check_loaded_target, check_target_config
@@ -88,7 +88,7 @@ def _native(folder: Path, facts: TargetFacts, answers: Answers, checks: list[Che
     """Return the head as native files, importing it when it is in another layout."""
     try:
         files = read_head_files(folder)
-        if files.method and files.card.get("format", "vllm") not in ("eagle", "speculators", "eagle1-eagle"):
+        if files.method and files.card.get("format") not in RELAID:
             return files
     except UserError:
         if not (folder / "config.json").is_file():

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from eyas.data.feature_batch import FeatureBatch
-from eyas.data.feature_row import FeatureRow, RowSource
+from eyas.data.feature_row import FeatureRow, RowSource, SelectedRows, as_source
+from eyas.inference.draft import DynamicTree
 from eyas.models.checkpoint import save_head
-from eyas.models.draft_head import DraftHead
+from eyas.models.draft_head import DraftHead, copy_head
 from eyas.models.errors import UserError
 from eyas.train.batches import Batches, steps_for, untrained, window_numbers
 from eyas.train.diagnosis import describe_window
@@ -34,12 +36,12 @@ from eyas.train.sharding import (
     load_moments,
     save_deepspeed,
     shards_weights,
-    unsharded_copy,
     uses_deepspeed,
     whole_moments,
     whole_weights,
 )
 from eyas.train.stop_signal import EXIT_CODES, StoppedBySignal, StopRequest, stop_requested
+from eyas.train.target_odds import TargetOdds
 from eyas.train.training_state import Position, load_state, save_state
 from eyas.train.validation import HeldOutAcceptance, held_out_acceptance
 
@@ -52,6 +54,7 @@ class LoopPlan:
 
     `epochs` > 0 replaces `steps` by those of so many whole epochs, the last window short if need be. `patience` > 0
     ends training after so many validations without a better tau. `ema` > 0 validates and keeps averaged weights.
+    The best head is that of the best chain or tree, as `best_by` says; every `decode_every`-th validation decodes.
     """
 
     steps: int
@@ -76,6 +79,9 @@ class LoopPlan:
     patience: int
     checkpoint_every: int
     validation_depth: int
+    validation_tree: DynamicTree
+    best_by: Literal["chain", "tree"]
+    decode_every: int
     seed: int
 
 
@@ -89,13 +95,21 @@ def train_head(
     accelerator: Accelerator,
     key: str,
     report: Report,
+    odds: TargetOdds | None = None,
+    decode: Callable[[DraftHead], dict[str, float]] | None = None,
+    work: Callable[[FeatureBatch], float] | None = None,
 ) -> Position:
     """Train `module.head`, keep the best checkpoint by replayed tau in `folder/best`, return the final position.
 
+    `odds` are the target's on the validation rows (for acceptance at T=1), `decode` decodes a few prompts with a head,
+    `work` counts the operations a batch needs: with it, reports hold the FLOP/s of all ranks together.
     Resumes from `folder/checkpoints`. Raises FloatingPointError on a non-finite loss, UserError without trained slots,
     StoppedBySignal after a SIGTERM, with the state saved.
     """
-    run = _Run(module, rows, validation_rows, plan, folder, accelerator=accelerator, key=key, report=report)
+    run = _Run(
+        module, rows, validation_rows, plan, folder, accelerator=accelerator, key=key, report=report, odds=odds,
+        decode=decode, work=work,
+    )  # fmt: skip
     with stop_requested() as request:
         run.go(request)
     return run.position
@@ -107,11 +121,15 @@ class _Run:
     def __init__(
         self, module: TrainingTimeTest, rows: RowSource | list[FeatureRow],
         validation_rows: RowSource | list[FeatureRow], plan: LoopPlan,
-        folder: Path, *, accelerator: Accelerator, key: str, report: Report,
+        folder: Path, *, accelerator: Accelerator, key: str, report: Report, odds: TargetOdds | None,
+        decode: Callable[[DraftHead], dict[str, float]] | None, work: Callable[[FeatureBatch], float] | None,
     ) -> None:  # fmt: skip
         self.module, self.head, self.plan, self.folder = module, module.head, plan, folder
-        self.validation_rows, self.accelerator, self.key, self.report = validation_rows, accelerator, key, report
+        self.accelerator, self.key, self.report = accelerator, key, report
+        self.odds, self.decode, self.work = odds, decode, work
         self.ranks, self.rank = accelerator.num_processes, accelerator.process_index
+        validation = as_source(validation_rows)
+        self.validation_rows = SelectedRows(validation, range(self.rank, len(validation), self.ranks))
         self.batches = Batches(
             rows, line_length=plan.line_length, lines_per_batch=plan.lines_per_batch, packed=plan.packed, seed=plan.seed
         )
@@ -125,7 +143,7 @@ class _Run:
         state = load_state(folder / "checkpoints", key=key)
         if state:
             self.head.load_state_dict(state["head"])
-        self.whole_head = unsharded_copy(self.head) if shards_weights(accelerator) else self.head
+        self.whole_head = copy_head(self.head) if shards_weights(accelerator) else self.head
         self.wrapped, *self.optimizers = accelerator.prepare(module, *optimizers)
         self.average = WeightAverage(self.head, decay=plan.ema) if plan.ema else None
         self.position = Position(**state["position"]) if state else Position()
@@ -152,13 +170,19 @@ class _Run:
 
     def go(self, request: StopRequest) -> None:
         """Train from the present position to the end, to an early stop or to a signal."""
-        started, seen = time.perf_counter(), 0
         if self.position.step == 0:
             self.validate()
+        started, done, seen, worked = time.perf_counter(), self.position.step, 0, 0.0
         while self.position.step < self.steps and not self._is_patient_no_more():
-            stop, fields, tokens = self._step(request)
-            seen += tokens
-            self.report({**fields, "tokens_per_second": seen / (time.perf_counter() - started)})
+            stop, fields, tokens, flops = self._step(request)
+            seen, worked = seen + tokens, worked + flops
+            elapsed = time.perf_counter() - started
+            fields |= {
+                "tokens_per_second": seen / elapsed,
+                "flops_per_second": worked / elapsed,
+                "seconds_left": elapsed / (self.position.step - done) * (self.steps - self.position.step),
+            }
+            self.report(fields)
             last = self.position.step == self.steps
             if last or self.position.step % self.plan.validate_every == 0:
                 self.validate()
@@ -173,22 +197,22 @@ class _Run:
                     EXIT_CODES[name],
                 )
 
-    def _step(self, request: StopRequest) -> tuple[bool, dict[str, Any], int]:
-        """Take one optimizer step; return whether any rank was asked to stop, what to report, and tokens seen."""
+    def _step(self, request: StopRequest) -> tuple[bool, dict[str, Any], int, float]:
+        """Take one optimizer step; return whether any rank was asked to stop, what to report, tokens and operations."""
         plan, position, accelerator = self.plan, self.position, self.accelerator
         torch.manual_seed(plan.seed * 1_000_003 + position.step * self.ranks + self.rank)
         numbers = window_numbers(
             position.batches, rank=self.rank, ranks=self.ranks, accumulate=plan.accumulate, last=self.last_batch
         )
         window = [untrained(self.batches.get(0)) if number is None else self.batches.get(number) for number in numbers]
+        real = [batch for batch, n in zip(window, numbers, strict=True) if n is not None]
+        seen = sum(int((batch.document_BT >= 0).sum()) for batch in real)
+        flops = sum(self.work(batch) for batch in real) if self.work else 0.0
         window = [batch.to(accelerator.device) for batch in window]
         counts = torch.stack([self.module.counts(batch) for batch in window]).sum(0)
-        seen = sum(
-            int((batch.document_BT >= 0).sum()) for batch, n in zip(window, numbers, strict=True) if n is not None
-        )
-        extra = torch.tensor([float(bool(request)), float(seen)], device=counts.device)
-        counts_S, (stop, tokens) = accelerator.reduce(torch.cat((counts, extra)), reduction="sum").split(
-            [len(counts), 2]
+        extra = torch.tensor([float(bool(request)), float(seen), flops / 1e9], device=counts.device)
+        counts_S, (stop, tokens, gflops) = accelerator.reduce(torch.cat((counts, extra)), reduction="sum").split(
+            [len(counts), 3]
         )
         if not bool(counts_S.any()):
             raise UserError(
@@ -204,7 +228,6 @@ class _Run:
         norm = torch.as_tensor(accelerator.clip_grad_norm_(self.head.parameters(), plan.clip))
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
             ids = [[row.id for line in self.batches.lines(n) for row in line] for n in numbers if n is not None]
-            real = [batch for batch, n in zip(window, numbers, strict=True) if n is not None]
             where = describe_window(real, ids, aux_layers=self.head.config.aux_layers) if real else "a batch of none"
             raise FloatingPointError(
                 f"step {position.step}: loss {float(loss)}, gradient norm {float(norm)}; rank {self.rank} trained on "
@@ -229,7 +252,7 @@ class _Run:
             "gradient_norm": float(norm),
             "epoch": self.batches.epoch_of(position.batches),
         }
-        return bool(stop), fields, int(tokens)
+        return bool(stop), fields, int(tokens), 1e9 * float(gflops)
 
     def _accumulate(self, window: list[FeatureBatch], counts_S: Tensor) -> Tensor:
         """Back-propagate a window and return its loss over all ranks.
@@ -254,28 +277,34 @@ class _Run:
         since = [point for point in self.position.history if point["step"] > self.position.best_step]
         return len(since) >= self.plan.patience
 
-    def validate(self) -> HeldOutAcceptance:
+    def validate(self) -> None:
         """Replay the held-out rows, keep the head if it is the best so far, and report."""
         with self.average.applied(self.head) if self.average else nullcontext():
             if self.whole_head is not self.head:
                 self.whole_head.load_state_dict(whole_weights(self.accelerator, self.head))
-            return self._validate(self.whole_head)
+            self._validate(self.whole_head)
 
-    def _validate(self, head: DraftHead) -> HeldOutAcceptance:
-        position = self.position
-        result = held_out_acceptance(head, self.validation_rows, depth=self.plan.validation_depth, dtype=self.dtype)
-        position.history.append({"step": position.step, "tau": result.replay.tau, "slot_tau": result.slot_average.tau})
-        if result.replay.tau > position.best_tau:
-            position.best_tau, position.best_step = result.replay.tau, position.step
+    def _validate(self, head: DraftHead) -> None:
+        position, plan = self.position, self.plan
+        found = held_out_acceptance(
+            head, self.validation_rows, depth=plan.validation_depth, dtype=self.dtype, tree=plan.validation_tree,
+            odds=self.odds,
+        )  # fmt: skip
+        result = sum_of_ranks(found)
+        point = {"step": position.step, **result.taus()}
+        decodes = self.decode is not None and plan.decode_every > 0 and len(position.history) % plan.decode_every == 0
+        if self.decode is not None and decodes and self.accelerator.is_main_process:
+            point |= self.decode(head)
+        position.history.append(point)
+        tau = point["tree_tau" if plan.best_by == "tree" else "tau"]
+        if tau > position.best_tau:
+            position.best_tau, position.best_step = tau, position.step
             if self.accelerator.is_main_process:
                 save_head(
                     head, self.folder / "best", dtype=torch.float32,
-                    metadata={"trained_steps": position.step, "validation": result.replay.as_dict()},
+                    metadata={"trained_steps": position.step, "validation": result.as_dict()},
                 )  # fmt: skip
-        self.report(
-            {"event": "validation", "step": position.step, **position.history[-1], "best_tau": position.best_tau}
-        )
-        return result
+        self.report({"event": "validation", **point, "best_tau": position.best_tau, **result.per_step()})
 
     def _save(self) -> None:
         folder = self.folder / "checkpoints"
@@ -288,3 +317,11 @@ class _Run:
             moments = whole_moments(self.head, self.optimizers)
         if self.accelerator.is_main_process:
             save_state(folder, head=head, moments=moments, average=average, position=self.position, key=self.key)
+
+
+def sum_of_ranks(found: HeldOutAcceptance) -> HeldOutAcceptance:
+    """Return the acceptance over all ranks' rows: counts are added, so every rank weighs by its rounds."""
+    first, *others = gather_object([found])
+    for other in others:
+        first += other
+    return first

@@ -1,18 +1,18 @@
 """The head a run begins with: of the recipe's kind, initialised, with its vocabulary and what it borrows in place."""
 
-from pathlib import Path
-
 import torch
 
 from eyas.data.feature_row import FeatureRow, RowSource, SelectedRows, as_source
-from eyas.models.checkpoint import load_head
+from eyas.models.checkpoint import head_from_files
 from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.errors import UserError
 from eyas.models.head_config import head_remarks
 from eyas.models.heads import new_head
+from eyas.models.import_head import Answers, read_any_head
 from eyas.models.rope import check_same_rope
 from eyas.models.target import Target
+from eyas.models.target_facts import TargetFacts
 from eyas.models.target_loading import plain_weight
 from eyas.models.warm_start import init_from_head, init_from_target, init_random, set_vocabulary
 from eyas.train.context import RunContext
@@ -33,16 +33,34 @@ def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary)
     elif section.init == "target":
         check_plain(target)
         init_from_target(head, target, vocabulary)
-    elif Path(section.init).is_dir():
-        shared = init_from_head(head, load_head(Path(section.init), dtype=torch.float32), target, vocabulary)
-        context.reporter.say(f"  begins as {section.init}, which can draft {shared:.1%} of this draft vocabulary")
     else:
-        raise UserError(f"head.init {section.init!r} is neither target, random nor a folder with a trained head.")
+        shared = init_from_head(head, trained_head(context), target, vocabulary)
+        context.reporter.say(f"  begins as {section.init}, which can draft {shared:.1%} of this draft vocabulary")
     set_vocabulary(head, vocabulary)
     head.lend(target)
     if context.recipe.train.compile:
         compile_parts(head)
     return head.to(target.device)
+
+
+def trained_head(context: RunContext) -> DraftHead:
+    """Return the head that head.init names, of any layout that can be imported; what was decided on the way is said.
+
+    Where its files do not say which layers it reads, head.aux_layers answers.
+    """
+    section, folder = context.recipe.head, context.init_folder
+    assert folder is not None
+    try:
+        answers = Answers(aux_layers=section.aux_layers or None)
+        imported = read_any_head(folder, target=TargetFacts.of(context.recipe.target.model), answers=answers)
+    except UserError as error:
+        raise UserError(
+            f"head.init {section.init!r} cannot be used as it is: {error} Name the layers in head.aux_layers, or bring "
+            "it in with eyas import, which takes all the answers, and name the folder it writes."
+        ) from None
+    for note in imported.notes:
+        context.reporter.say(f"  note: {note}")
+    return head_from_files(imported.files, dtype=torch.float32)
 
 
 def compile_parts(head: DraftHead) -> None:

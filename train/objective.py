@@ -25,7 +25,7 @@ from eyas.data.feature_row import TokenRow
 from eyas.models.draft_head import DraftHead
 from eyas.models.layers import take_rows
 from eyas.models.target_head import TargetHead
-from eyas.models.ttt_attention import TTTContext
+from eyas.models.ttt_attention import Layers, TTTContext
 from eyas.train.draft_loss import Lesson, draft_loss, draft_outlook
 from eyas.train.losses import LossMix
 from eyas.train.slot_weights import UNWEIGHTED, SlotWeighting
@@ -152,8 +152,8 @@ class TrainingTimeTest(nn.Module):
         feature = self.head.fuse(self.head.states(batch.aux_hidden_BTF, batch.final_hidden_BTD))
         if self.plan.feature_noise and self.training:
             feature = feature + self.plan.feature_noise * (2 * torch.rand_like(feature) - 1)
-        keys: tuple[Tensor, ...] = ()
-        values: tuple[Tensor, ...] = ()
+        keys: tuple[Layers, ...] = ()
+        values: tuple[Layers, ...] = ()
         features = []
         for step in range(self.steps):
             if self.plan.recompute:
@@ -168,13 +168,14 @@ class TrainingTimeTest(nn.Module):
         return features
 
     def _advance(
-        self, batch: FeatureBatch, wanted_N: Tensor | None, step: int, feature: Tensor, keys: tuple[Tensor, ...],
-        values: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, batch: FeatureBatch, wanted_N: Tensor | None, step: int, feature: Tensor, keys: tuple[Layers, ...],
+        values: tuple[Layers, ...],
+    ) -> tuple[Tensor, Layers, Layers]:  # fmt: skip
         """Return (next feature, this step's keys, this step's values)."""
         context = TTTContext(
-            batch.document_BT, attention=self.plan.attention, keys=keys, values=values, wanted_N=wanted_N
-        )
+            batch.document_BT, attention=self.plan.attention, keys=keys, values=values, wanted_N=wanted_N,
+            layers=self.head.config.num_layers,
+        )  # fmt: skip
         token_ids, position_ids = batch.token_ids(step), batch.position_ids(step)
         if step and wanted_N is not None:
             token_ids, position_ids = (x.flatten()[wanted_N][None] for x in (token_ids, position_ids))

@@ -26,13 +26,14 @@ CUDA_CONTEXT = 600 << 20  # what CUDA and its libraries take of a device before 
 
 @dataclass(frozen=True)
 class HeadSize:
-    """Parameters of a draft head: those every TTT step passes through, those used once per token (fc, its norms), and
-    the output rows.
+    """Parameters of a draft head: those every TTT step passes through, those used once per token (EAGLE-3's fc and its
+    norms), and the output rows. `keys` are those of `layer` that a slot passes only to be seen by others.
     """
 
     layer: int
     fuse: int
     lm_head: int
+    keys: int
 
     @property
     def parameters(self) -> int:
@@ -146,5 +147,11 @@ def head_size(config: HeadConfig) -> HeadSize:
         head = new_head(config)
     sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
     lm_head = sum(size for name, size in sizes.items() if name.startswith("lm_head."))
-    fuse = sum(size for name, size in sizes.items() if name.startswith(("fc.", "fc_norm.", "input_norm.")))
-    return HeadSize(layer=sum(sizes.values()) - lm_head - fuse, fuse=fuse, lm_head=lm_head)
+    once = ("fc.", "fc_norm.", "input_norm.") if config.kind == "eagle3" else ()
+    fuse = sum(size for name, size in sizes.items() if name.startswith(once))
+    layer = sum(sizes.values()) - lm_head - fuse
+    first = "midlayer." if config.kind == "eagle3" else "layers.0."
+    last = first if config.num_layers == 1 else f"layers.{config.num_layers - 1}."
+    of_last = {name.removeprefix(last): size for name, size in sizes.items() if name.startswith(last)}
+    unseen = sum(of_last.values()) - sum(of_last[f"self_attn.{name}_proj.weight"] for name in "kv")
+    return HeadSize(layer=layer, fuse=fuse, lm_head=lm_head, keys=layer - unseen)

@@ -117,10 +117,12 @@ def train_phases(facts: Facts) -> list[Phase]:
     replies = facts.counts.stored_reply_tokens / max(1, facts.counts.stored_tokens)
     slots, U = round(tokens * replies), config.draft_vocab_size
     width = config.num_attention_heads * config.head_dim
-    per_token = compute * (14 * config.hidden_size + 8 * width + 4 * config.intermediate_size) + 8 * config.hidden_size
+    per_layer = compute * (14 * config.hidden_size + 8 * width + 4 * config.intermediate_size)
+    per_token = config.num_layers * per_layer + 8 * config.hidden_size
     pairs = section.ttt_steps * slots
     work = {
         "process": facts.base,
+        **_decoding_target(facts),
         "head, gradients, moments": head + learning,
         "weights in compute precision": compute * facts.head.parameters if compute == 2 else 0,
         "embedding and teacher": borrowed,
@@ -137,9 +139,18 @@ def train_phases(facts: Facts) -> list[Phase]:
         "batch": 4 * held_out * (config.aux_width + target.hidden_size),
         "activations": 2 * held_out * per_token,
         "distributions": compute * held_out * U,
+        "head that drafts": 2 * compute * facts.head.parameters,  # its packed copy included
+        **_decoding_target(facts),
     }
     mapped = mapped_embedding + (extract_bytes(facts) if facts.maps else 0)
     return [loading(facts, "float32"), Phase(work, mapped), Phase(validation, mapped)]
+
+
+def _decoding_target(facts: Facts) -> dict[str, int]:
+    """Return the bytes of the target that real decoding during training keeps, with its packed copy."""
+    if not facts.recipe.train.decode_every:
+        return {}
+    return {"target weights": 2 * DTYPE_BYTES[facts.recipe.evaluate.dtype] * facts.target.parameters}
 
 
 def evaluate_phases(facts: Facts) -> list[Phase]:

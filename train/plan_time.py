@@ -75,9 +75,12 @@ def train_seconds(facts: Facts, speed: Speed) -> float:
         12 * facts.trained + 8 * (facts.moments + facts.averaged + facts.head.parameters)
     ) / speed.bytes_per_second
     step = step_flops / (speed.flops(dtype) * EFFICIENCY) + teacher + distributions + optimizer
-    step += 4 * S * _dispatch(1, speed)
+    step += 4 * S * _dispatch(config.num_layers, speed)
     held_out = counts.validation_rows * mean_row
-    check = 2 * section.validation_depth * held_out * facts.head.parameters / (speed.flops(dtype) * EFFICIENCY)
+    tree = section.validation_tree or facts.recipe.evaluate.tree
+    rounds = held_out * counts.stored_reply_tokens / max(1, counts.stored_tokens) / ASSUMED_TAU
+    drafted = section.validation_depth * held_out + rounds * ((tree.depth - 1) * tree.top_k + ASSUMED_TAU)
+    check = 2 * drafted * facts.head.parameters / (speed.flops(dtype) * EFFICIENCY)
     checks = facts.steps // section.validate_every + 1
     saves = facts.steps / section.checkpoint_every * train_bytes(facts) / 3 / (speed.bytes_per_second / 4)
     return section.accumulate * facts.steps * step + checks * check + saves
@@ -88,7 +91,7 @@ def evaluate_seconds(facts: Facts, speed: Speed) -> float:
     section = facts.recipe.evaluate
     tokens = measurements(facts) / 3 * section.max_new_tokens
     drafted = DTYPE_BYTES[section.draft_dtype] * facts.head.parameters / speed.bytes_per_second
-    drafted += 3 * _dispatch(1, speed)
+    drafted += 3 * _dispatch(facts.head_config.num_layers, speed)
     seconds = tokens * forward_seconds(facts, speed, tokens=1, dtype=section.dtype)
     chain, tree = section.chain, section.tree
     for depth, nodes in ((chain.depth, chain.depth), (tree.depth, tree.num_draft_tokens)):

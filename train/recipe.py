@@ -222,10 +222,13 @@ class HeadSection(Section):
     """The draft head. Empty aux_layers means the default (2, L//2, L-3).
 
     `draft_vocab_size` left out is 8192 for EAGLE-3 and the target's whole vocabulary for EAGLE-1, which has no other.
-    `init` is "target" (the target's own last block), "random", or the folder of a trained head to go on from.
+    `init` is "target" (the target's own last block), "random", or a trained head to go on from: a folder or Hub id of
+    any layout that `eyas import` reads.
+    `num_layers` > 1 is for engines that serve such heads; their names are printed.
     """
 
     kind: Literal["eagle1", "eagle3"] = "eagle3"
+    num_layers: Positive = 1
     aux_layers: tuple[int, ...] = ()
     draft_vocab_size: Positive | Literal["full"] | None = None
     intermediate_size: Positive | None = None
@@ -236,13 +239,30 @@ class HeadSection(Section):
     norm_output: bool = False
 
 
+class ChainSection(Section):
+    """A chain of `depth` drafts."""
+
+    depth: Positive = 5
+
+
+class TreeSection(Section):
+    """A dynamic tree."""
+
+    depth: Positive = 5
+    top_k: Positive = 8
+    num_draft_tokens: Positive = 16
+
+
 class TrainSection(Section):
     """Training-time test. `steps` are optimizer steps; `batching` packs rows into lines or pads one row per line.
 
     `epochs` > 0 trains so many whole epochs instead of `steps`. `schedule` wsd decays over the last `decay_share` of
-    the steps only. `ema` > 0 is the decay of averaged weights, which are then validated and kept. The best checkpoint
-    is chosen by the replayed tau of a chain of `validation_depth`; `patience` > 0 stops after so many validations
-    without a better one.
+    the steps only. `ema` > 0 is the decay of averaged weights, which are then validated and kept.
+
+    A validation replays held-out rows with a chain of `validation_depth` and with `validation_tree` (left out:
+    evaluate.tree). The best checkpoint has the best tau of the one that `best_by` names; `patience` > 0 stops after so
+    many validations without a better one. `decode_every` n > 0 also decodes `decode_prompts` held-out prompts with the
+    runtime at every n-th validation, for which the target is kept in memory.
 
     `loss` is a name or a weighted mix of names; left out it is kl for EAGLE-3, and 0.1 kl beside the regression of
     `feature_weight` for EAGLE-1. TTT step s weighs step_decay ** s, or step_weights[s] where given. `pace`,
@@ -284,24 +304,14 @@ class TrainSection(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     validate_every: Positive = 100
     validation_depth: Positive = 5
+    validation_tree: TreeSection | None = None
+    best_by: Literal["chain", "tree"] = "chain"
+    decode_every: NonNegative = 0
+    decode_prompts: Positive = 4
     patience: NonNegative = 0
     checkpoint_every: Positive = 100
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     seed: NonNegative = 0
-
-
-class ChainSection(Section):
-    """A chain of `depth` drafts."""
-
-    depth: Positive = 5
-
-
-class TreeSection(Section):
-    """A dynamic tree."""
-
-    depth: Positive = 5
-    top_k: Positive = 8
-    num_draft_tokens: Positive = 16
 
 
 class EvaluateSection(Section):

@@ -5,7 +5,6 @@ whole tensors, so a run may go on with another number of processes; DeepSpeed ke
 Every function here is called on all ranks together.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from eyas.models.draft_head import DraftHead
-
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -35,12 +32,6 @@ def shards_weights(accelerator: Accelerator) -> bool:
     if uses_deepspeed(accelerator):
         return bool(accelerator.state.deepspeed_plugin.zero_stage == 3)
     return bool(accelerator.distributed_type == DistributedType.FSDP)
-
-
-def unsharded_copy(head: DraftHead) -> DraftHead:
-    """Return a copy of a head that shares what the target lent; made before the head is sharded, filled later."""
-    shared = {id(part): part for part in head.lent()}
-    return copy.deepcopy(head, shared)
 
 
 def whole_weights(accelerator: Accelerator, head: nn.Module) -> dict[str, Tensor]:

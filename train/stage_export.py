@@ -64,4 +64,7 @@ def head_metadata(context: RunContext) -> dict[str, Any]:
     }
 
 
-_TRAINING = ("steps", "best_step", "best_validation_tau", "rows", "supervised_tokens", "head_parameters")
+_TRAINING = (
+    "steps", "best_by", "best_step", "best_validation_tau", "best_validation_tree_tau", "rows", "supervised_tokens",
+    "head_parameters",
+)  # fmt: skip

@@ -34,8 +34,9 @@ def _describe(name: str, result: dict[str, Any]) -> str:
         return f"{result['tokens']} tokens, {result['bytes'] / 1e6:.0f} MB"
     if name == "train":
         return (
-            f"{result['steps']} steps, {result['head_parameters'] / 1e6:.1f}M parameters, best held-out chain tau "
-            f"{result['best_validation_tau']:.3f} (replay) at step {result['best_step']}"
+            f"{result['steps']} steps, {result['head_parameters'] / 1e6:.1f}M parameters, held-out tau: chain "
+            f"{result['best_validation_tau']:.3f}, tree {result['best_validation_tree_tau']:.3f} "
+            f"(best {result['best_by']}, step {result['best_step']})"
         )
     if name == "evaluate":
         return f"{result['prompts']} held-out prompts"

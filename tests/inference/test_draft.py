@@ -153,11 +153,11 @@ def test_a_tree_of_width_one_is_the_chain_and_every_tree_holds_its_start(maker: 
 def test_drafting_leaves_the_committed_slots_as_they_were(maker: TreeMaker) -> None:
     drafting = drafting_for(tiny_head(TARGET), maker=maker)
     cache = drafting.cache
-    keys, values = cache.keys[:, :, :SLOTS].clone(), cache.values[:, :, :SLOTS].clone()
+    keys, values = cache.keys[..., :SLOTS, :].clone(), cache.values[..., :SLOTS, :].clone()
     first, second = (drafting.draft([5])[0] for _ in range(2))
     assert (cache.lengths, cache.tree_length) == ([SLOTS], 0)
-    assert torch.equal(cache.keys[:, :, :SLOTS], keys)
-    assert torch.equal(cache.values[:, :, :SLOTS], values)
+    assert torch.equal(cache.keys[..., :SLOTS, :], keys)
+    assert torch.equal(cache.values[..., :SLOTS, :], values)
     assert candidates(first) == candidates(second)
     assert len(first) <= maker.max_nodes
     assert first.depth <= maker.depth
@@ -167,10 +167,10 @@ def test_drafting_leaves_the_committed_slots_as_they_were(maker: TreeMaker) -> N
 def test_a_cache_of_the_stated_scratch_is_enough_and_one_slot_less_is_not(maker: TreeMaker) -> None:
     drafting = drafting_for(tiny_head(TARGET), maker=maker)
     cache = drafting.cache
-    cache.keys, cache.values = (whole[:, :, : SLOTS + maker.scratch] for whole in (cache.keys, cache.values))
+    cache.keys, cache.values = (whole[..., : SLOTS + maker.scratch, :] for whole in (cache.keys, cache.values))
     drafting.draft([5])
     if maker.scratch:
-        cache.keys, cache.values = cache.keys[:, :, :-1], cache.values[:, :, :-1]
+        cache.keys, cache.values = cache.keys[..., :-1, :], cache.values[..., :-1, :]
         with pytest.raises(RuntimeError, match=r"draft cache of \d+ slots is full"):
             drafting.draft([5])
 

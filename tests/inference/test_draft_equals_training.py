@@ -6,6 +6,7 @@ t, which is what the unrolled steps 1, 2, ... of slot t embed.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -28,16 +29,19 @@ from eyas.train.objective import ObjectivePlan, TrainingTimeTest
 
 STEPS = 4
 TARGET = tiny_target()
-FLAGS: list[dict[str, bool]] = [
-    {},
-    {"norm_output": True, "fc_norm": True},
-    {"norm_before_residual": True, "norm_before_fc": True},
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("eagle3", {"norm_output": True, "fc_norm": True}),
+    ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}),
+    ("eagle3", {"num_layers": 3}),
+    ("eagle1", {}),
+    ("eagle1", {"num_layers": 2}),
 ]
 LINES = {"alone": [[0], [1], [2]], "padded": [[0, 1], [2]], "packed": [[2, 0, 1]]}
 
 
-def make_head(kind: str, **flags: bool) -> DraftHead:
-    return tiny_eagle1(TARGET) if kind == "eagle1" else soften(tiny_head(TARGET, **flags))
+def make_head(kind: str, **shape: Any) -> DraftHead:
+    return tiny_eagle1(TARGET, **shape) if kind == "eagle1" else soften(tiny_head(TARGET, **shape))
 
 
 def rows() -> list[FeatureRow]:
@@ -100,25 +104,23 @@ def batch_of(lines: list[list[int]]) -> FeatureBatch:
 
 @pytest.mark.parametrize("attention", TTT_ATTENTIONS)
 @pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
-@pytest.mark.parametrize(
-    ("kind", "flags"), [*(("eagle3", flags) for flags in FLAGS), ("eagle1", {})], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("kind", "shape"), SHAPES, ids=str)
 def test_training_logits_equal_the_runtimes_at_every_slot_and_step(
-    kind: str, flags: dict[str, bool], lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, shape: dict[str, Any], lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", 5)
-    head = make_head(kind, **flags)
+    head = make_head(kind, **shape)
     assert largest_difference(head, unrolled(head, batch_of(lines), attention), lines) < 1e-4
 
 
 @pytest.mark.parametrize("attention", TTT_ATTENTIONS)
 @pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+@pytest.mark.parametrize(("kind", "layers"), [("eagle3", 1), ("eagle1", 1), ("eagle3", 3), ("eagle1", 2)])
 def test_slots_that_go_on_without_the_others_are_the_same_slots(
-    kind: str, lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, layers: int, lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", 5)
-    head, batch = make_head(kind), batch_of(lines)
+    head, batch = make_head(kind, num_layers=layers), batch_of(lines)
     vocabulary = vocabulary_of(head)
     plan = ObjectivePlan(LossMix((("kl", 1.0),)), (1.0,) * STEPS, attention=attention)
     module = TrainingTimeTest(head, TARGET.head.rows(vocabulary.token_ids_U), vocabulary.draft_ids_V, plan)
@@ -138,12 +140,12 @@ class WithoutStep(FeatureBatch):
 
 
 @pytest.mark.parametrize("attention", TTT_ATTENTIONS)
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize(("kind", "layers"), [("eagle1", 1), ("eagle3", 1), ("eagle3", 2)])
 @pytest.mark.parametrize("mutation", ["rotary without the step", "mask shifted by the step", "no gate at documents"])
 def test_a_wrong_rotary_mask_or_gate_is_seen(
-    kind: str, mutation: str, attention: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, layers: int, mutation: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, lines = make_head(kind), LINES["packed"]
+    head, lines = make_head(kind, num_layers=layers), LINES["packed"]
     batch = batch_of(lines)
     if mutation == "rotary without the step":
         batch = WithoutStep(**batch.__dict__)
@@ -160,8 +162,9 @@ def test_a_wrong_rotary_mask_or_gate_is_seen(
     assert largest_difference(head, unrolled(head, batch, attention), lines) > 1e-2
 
 
-def test_committing_several_slots_at_once_changes_nothing() -> None:
-    head, row = make_head("eagle3"), rows()[2]
+@pytest.mark.parametrize("layers", [1, 2])
+def test_committing_several_slots_at_once_changes_nothing(layers: int) -> None:
+    head, row = make_head("eagle3", num_layers=layers), rows()[2]
     one_by_one = drafted(head, row, commits=list(range(1, 17)))
     for commits in ([16], [7, 8, 12, 16], [1, 16]):
         for key, logits in drafted(head, row, commits=commits).items():

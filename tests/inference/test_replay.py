@@ -15,7 +15,7 @@ from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
 from eyas.tests.inference.heads import FlakyHead, feature_row, greedy, knowing_head, random_prompt, reduced_oracle
 from eyas.tests.toys import tiny_head, tiny_target
-from eyas.train.validation import draft_hits, generated_spans, held_out_acceptance
+from eyas.train.validation import chain_drafts, generated_spans, held_out_acceptance
 
 TARGET = tiny_target(layers=3, aux_layers=(0, 1, 3))
 
@@ -119,8 +119,8 @@ def test_replay_of_many_rows_is_the_sum_over_rows() -> None:
         written = Engine(TARGET, head, ChainTree(3)).generate(GenerationRequest(prompt, 20 + seed))
         expected += written.stats
         rows.append(feature_row(TARGET, prompt, list(written.token_ids), name=str(seed)))
-    for tokens_per_batch in (1, 100, 2048):
-        found = held_out_acceptance(head, rows, depth=3, dtype=torch.float32, tokens_per_batch=tokens_per_batch)
+    for chain_tokens in (1, 100, 2048):
+        found = held_out_acceptance(head, rows, depth=3, dtype=torch.float32, chain_tokens=chain_tokens)
         assert found.replay == expected
 
 
@@ -148,7 +148,7 @@ def test_every_reply_of_a_row_is_replayed_on_its_own() -> None:
     two = replace(row, generated_mask_T=row.generated_mask_T & (torch.arange(20) != 9))
     head = knowing_head(FlakyHead, TARGET, row.input_ids_T.tolist())
     batch = collate([[two]], length=20, dtype=torch.float32)
-    table = draft_hits(head, batch, depth=3)[0]
+    table = chain_drafts(head, batch, depth=3).hits_BTS[0]
     expected = replay_chain(table, first=4, last=8) + replay_chain(table, first=10, last=19)
     assert held_out_acceptance(head, [two], depth=3, dtype=torch.float32).replay == expected
     assert not bool(table[7:9].any())  # token 9 was not generated, so no slot that ends on it counts

@@ -91,7 +91,7 @@ def check_draft_cache(drafting: EagleDrafting, row: int, text: list[int], out: A
     fresh.join([tuple(text)], [Sampling()], capacity=cached)
     fresh.extend(0, [text[1:]], out)
     for name in ("keys", "values"):
-        close(getattr(cache, name)[row, :, :cached], getattr(fresh.cache, name)[0, :, :cached])
+        close(getattr(cache, name)[:, row, :, :cached], getattr(fresh.cache, name)[:, 0, :, :cached])
     close(drafting.features_RD[row], fresh.features_RD[0])
     close(drafting.logits_RU[row], fresh.logits_RU[0])
 
@@ -114,6 +114,7 @@ def check_session(session: Session) -> None:
 
 DRAFTERS: dict[str, Drafter] = {
     **{f"{name}, {kind}": EagleDrafter(head, maker) for name, head in HEADS.items() for kind, maker in MAKERS.items()},
+    "two layers, dynamic": EagleDrafter(soften(tiny_head(TARGET, num_layers=2)), MAKERS["dynamic"]),
     "draft model": ModelDrafter(tiny_target(layers=2, aux_layers=(), seed=0), 3),
     "draft model that is the target": ModelDrafter(TARGET, 3),
     "prompt lookup": PromptLookup(4, 2),
@@ -280,6 +281,6 @@ def test_the_draft_cache_grows_by_rows_and_slots_and_keeps_what_it_has() -> None
     q, k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
     cache.attend(q, k, v)
     cache.grow(batch=3, capacity=5)
-    assert cache.keys.shape == (3, 1, 5, 4)
-    assert torch.equal(cache.keys[:1, :, :3], k)
+    assert cache.keys.shape == (1, 3, 1, 5, 4)
+    assert torch.equal(cache.keys[0, :1, :, :3], k)
     assert cache.lengths == [3, 0, 0]

@@ -21,12 +21,12 @@ DEFAULT_LAYERS = (2, 4, 5)
 
 
 def target_and_head(
-    *, aux_layers: tuple[int, ...] = DEFAULT_LAYERS, draft_vocab_size: int = 61, rope: Any = None, **flags: bool
+    *, aux_layers: tuple[int, ...] = DEFAULT_LAYERS, draft_vocab_size: int = 61, rope: Any = None, **shape: Any
 ) -> tuple[Target, Eagle3Head]:
     """Return a tiny target of 8 layers and a random head; both in fp32, norms random too."""
     fields = {"rope_parameters": rope} if rope else {}
     target = tiny_target(aux_layers=aux_layers, layers=LAYERS, **fields)
-    head = tiny_head(target, draft_vocab_size=draft_vocab_size, **flags)
+    head = tiny_head(target, draft_vocab_size=draft_vocab_size, **shape)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 1:
@@ -69,6 +69,7 @@ def eagle1_files(*, dtype: torch.dtype = torch.float32) -> HeadFiles:
         "hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "vocab_size": 97,
         "draft_vocab_size": 97, "target_hidden_size": 40, "target_num_layers": LAYERS, "aux_layers": (),
+        "num_layers": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "bos_token_id": None, "eos_token_id": 2,
         "pad_token_id": None, **dict.fromkeys(FLAGS, False),
     }  # fmt: skip

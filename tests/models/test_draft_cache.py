@@ -66,8 +66,8 @@ def test_a_discarded_tree_leaves_no_trace() -> None:
         outs.append(cache.attend(*later))
     assert torch.equal(*outs)
     assert with_tree.lengths == without.lengths == [5]
-    assert torch.equal(with_tree.keys[:, :, :5], without.keys[:, :, :5])
-    assert torch.equal(with_tree.values[:, :, :5], without.values[:, :, :5])
+    assert torch.equal(with_tree.keys[..., :5, :], without.keys[..., :5, :])
+    assert torch.equal(with_tree.values[..., :5, :], without.values[..., :5, :])
 
 
 def test_ragged_rows_equal_each_row_alone() -> None:
@@ -97,6 +97,26 @@ def test_ragged_rows_equal_each_row_alone() -> None:
         alone[0], counts = alone[2], (counts[2], counts[1], 0)
         assert together.lengths == [alone[0].lengths[0], alone[1].lengths[0], 0]
         alone[2], counts = new_cache(), (counts[0], counts[1], 2)
+
+
+def test_every_layer_keeps_keys_of_its_own() -> None:
+    shape = {"kv_heads": KV, "head_dim": DIM, "dtype": torch.float32, "device": torch.device("cpu")}
+    both = DraftCache(**shape, capacity=9, layers=2)  # type: ignore[arg-type]
+    alone = [new_cache(), new_cache()]
+    for count in (3, 1):
+        both.commit(count)
+        for layer, cache in enumerate(alone):
+            step = states(count)
+            cache.commit(count)
+            assert torch.equal(both.attend(*step, layer=layer), cache.attend(*step))
+    both.grow(batch=2, capacity=12)
+    both.move_row(0, 1)
+    assert both.lengths == [0, 4]
+    for layer, cache in enumerate(alone):
+        assert torch.equal(both.keys[layer, 1:, :, :4], cache.keys[0, :, :, :4])
+        assert torch.equal(both.values[layer, 1:, :, :4], cache.values[0, :, :, :4])
+    with pytest.raises(AssertionError, match=r"call commit\(\) or draft\(\) before each step"):
+        both.attend(*states(1), layer=1)
 
 
 def test_a_full_cache_says_so() -> None:

@@ -4,10 +4,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from eyas.models.engines import ENGINES, judge
 from eyas.models.errors import UserError
 from eyas.models.head_config import HeadConfig, head_config_for, head_remarks
+from eyas.models.head_json import head_config_json
 from eyas.tests.models.families import SERVED, family_config
 from eyas.tests.toys import tiny_config
 
@@ -77,6 +80,22 @@ def test_a_plain_head_needs_no_remark_and_an_odd_one_names_the_engines() -> None
     remarks = " ".join(head_remarks(odd, tiny_config()))
     assert "2 aux layers: the original EAGLE code and llama.cpp read exactly 3" in remarks
     assert "SGLang does not implement it" in remarks
+
+
+def test_the_engines_named_for_several_layers_are_those_that_refuse_them() -> None:
+    deep = config_for(tiny_config(layers=8), num_layers=2, aux_layers=(2, 4, 5))
+    (remark,) = head_remarks(deep, tiny_config(layers=8))
+    verdicts = [judge(name, head_config_json(deep, dtype=torch.float32)) for name in ENGINES]
+    assert {verdict.engine: not verdict.serves for verdict in verdicts} == {
+        verdict.engine: verdict.engine.removeprefix("original ") in remark.partition(" cannot ")[0]
+        for verdict in verdicts
+    }
+    plain = head_config_for(tiny_config(), kind="eagle1", num_layers=2)
+    assert head_remarks(plain, tiny_config()) == []
+    fields = head_config_json(plain, dtype=torch.float32)
+    assert {name for name in ENGINES if judge(name, fields).serves} == {"vllm", "sglang", "eagle"}
+    with pytest.raises(UserError, match=r"at least one layer, given head\.num_layers = 0"):
+        config_for(tiny_config(), num_layers=0)
 
 
 def test_rope_of_full_attention_is_taken_where_layer_types_have_their_own() -> None:

@@ -254,11 +254,21 @@ def test_what_a_config_copied_from_the_target_does_not_reach_the_native_head(
         assert name in notes(imported)
 
 
-def test_a_head_of_several_layers_is_refused(facts: TargetFacts, tmp_path: Path) -> None:
-    config, tensors = specforge(native()[1], facts)
-    config["num_hidden_layers"] = 2
-    with pytest.raises(UserError, match="num_hidden_layers is 2"):
-        import_head(publish(tmp_path / "head", config, tensors), target=facts, answers=ANSWERS["specforge"])
+def test_a_head_of_several_layers_keeps_them_and_names_those_that_are_not_there(
+    facts: TargetFacts, tmp_path: Path
+) -> None:
+    config, tensors = speculators(native()[1], facts)
+    config["transformer_layer_config"]["num_hidden_layers"] = 2
+    answers = ANSWERS["speculators"]
+    with pytest.raises(UserError, match=r"tensors missing \['layers.1.input_layernorm.weight', "):
+        import_head(publish(tmp_path / "torn", config, tensors), target=facts, answers=answers)
+    plain = {name: t for name, t in tensors.items() if name.startswith("layers.0.") and "hidden_norm" not in name}
+    for name, tensor in plain.items():
+        reads = tensor[:, :40] if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else tensor
+        tensors[name.replace("layers.0.", "layers.1.")] = reads.contiguous()
+    files = import_head(publish(tmp_path / "head", config, tensors), target=facts, answers=answers).files
+    assert files.fields["num_hidden_layers"] == 2
+    assert torch.equal(files.tensors["layers.1.mlp.up_proj.weight"], tensors["layers.0.mlp.up_proj.weight"])
 
 
 def test_a_whole_vocabulary_head_loses_its_map_and_borrows_the_targets_head(facts: TargetFacts, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.eagle1 import Eagle1Head
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.models.head_config import head_config_for
@@ -12,15 +13,17 @@ from eyas.models.target import Target
 from eyas.models.ttt_attention import TTTContext
 from eyas.models.warm_start import init_from_target, init_random, set_vocabulary
 from eyas.tests.models.families import family_model
+from eyas.tests.toys import tiny_eagle1
 
 T = 11
 VOCABULARY = DraftVocabulary(torch.arange(0, 97, 2), 97)
 
 
-def warm_head(target: Target) -> Eagle3Head:
+def warm_head(target: Target, *, num_layers: int = 1) -> Eagle3Head:
     config = head_config_for(
-        target.config, aux_layers=target.aux_layers, draft_vocab_size=len(VOCABULARY), intermediate_size=56
-    )
+        target.config, aux_layers=target.aux_layers, draft_vocab_size=len(VOCABULARY), intermediate_size=56,
+        num_layers=num_layers,
+    )  # fmt: skip
     head = Eagle3Head(config).eval()
     set_vocabulary(head, VOCABULARY)
     init_from_target(head, target, VOCABULARY)
@@ -50,6 +53,25 @@ def test_the_first_step_is_the_targets_last_block_run_on_the_last_tap(name: str)
     feature, logits = first_step(warm_head(target), aux, tokens)
     torch.testing.assert_close(feature, again, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_later_layers_begin_by_adding_nothing() -> None:
+    target = Target(family_model("llama"), aux_layers=(0, 1, 3))
+    row, tokens = torch.randint(97, (T,)), torch.randint(97, (T,))
+    aux = target.forward(row[None]).aux_hidden_BTF[0]
+    shallow, deep = (first_step(warm_head(target, num_layers=layers), aux, tokens) for layers in (1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(shallow, deep, strict=True))
+    kinds = (tiny_eagle1(target, num_layers=layers) for layers in (1, 2))
+    one, two = (_eagle1_step(head, target, tokens) for head in kinds)
+    assert torch.equal(one, two)
+
+
+def _eagle1_step(head: Eagle1Head, target: Target, tokens_T: Tensor) -> Tensor:
+    init_from_target(head, target, VOCABULARY)
+    torch.manual_seed(0)
+    context = TTTContext(torch.zeros(1, T, dtype=torch.int64))
+    with torch.no_grad():
+        return head.advance(torch.randn(1, T, 40), tokens_T[None], torch.arange(T)[None], context)
 
 
 def test_a_warm_start_copies_and_leaves_the_target_as_it_was() -> None:

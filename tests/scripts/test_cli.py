@@ -68,7 +68,14 @@ def short_stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def run(context: RunContext) -> dict[str, Any]:
             ran.append(name)
             usual = {"rows": 1, "reply_tokens": 2, "cut_replies": 0, "tokens": 3, "bytes": 4, "prompts": 1}
-            trained = {"steps": 1, "head_parameters": 1, "best_validation_tau": 1.0, "best_step": 0}
+            trained = {
+                "steps": 1,
+                "head_parameters": 1,
+                "best_validation_tau": 1.0,
+                "best_step": 0,
+                "best_validation_tree_tau": 1.0,
+                "best_by": "chain",
+            }
             return {**usual, **trained, "folder": str(context.folder.of(name))}
 
         return run

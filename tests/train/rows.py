@@ -7,6 +7,7 @@ from torch import Tensor
 
 from eyas.data.corpus import CorpusRow
 from eyas.data.feature_row import FeatureRow
+from eyas.inference.draft import DynamicTree
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.models.draft_head import DraftHead
 from eyas.models.target import Target
@@ -97,6 +98,9 @@ def loop_plan(**changes: Any) -> LoopPlan:
         "patience": 0,
         "checkpoint_every": 1000,
         "validation_depth": 3,
+        "validation_tree": DynamicTree(3, 2, 4),
+        "best_by": "chain",
+        "decode_every": 0,
         "seed": 0,
     }
     return LoopPlan(**{**settings, **changes})

@@ -36,10 +36,14 @@ def test_both_loops_compute_one_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_operations_by_hand() -> None:
-    # Per step: q 64x32, k and v 64x16 each, o 32x32, three of the MLP 32x48, scores and values 32x12, output 32x50.
-    products = 64 * 32 + 2 * 64 * 16 + 32 * 32 + 3 * 32 * 48 + 32 * 12 + 32 * 50
-    # Forward, by inputs, by weights; fc forward and by weights; the teacher once.
-    assert TINY.flops_per_token == 2 * (3 * 3 * products + 2 * 96 * 32 + 32 * 50)
+    # Per step: q 64x32, k and v 64x16 each, o 32x32, three of the MLP 32x48, four norms.
+    layer = 64 * 32 + 2 * 64 * 16 + 32 * 32 + 3 * 32 * 48 + 4 * 32
+    # Ten slots of twelve are taught, nine at the second step, eight at the third; the other two are only seen.
+    slots, pairs, keys = 10, 10 + 9 + 8, 3 * (10 * 11 // 2) + 10 * (1 + 2)
+    only_keys = 2 * 64 * 16 + 32
+    # Forward, by inputs, by weights; fc forward and by weights; the teacher once; scores and values 32 wide.
+    products = 3 * (3 * layer * slots + only_keys * 2 + 32 * 50 * pairs + 2 * 32 * keys)
+    assert TINY.flops == 2 * 2 * (products + 2 * 96 * 32 * 12 + 32 * 50 * slots)
 
 
 def test_the_command_prints_a_row_per_case_and_everything_as_json(monkeypatch: pytest.MonkeyPatch) -> None:

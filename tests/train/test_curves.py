@@ -21,10 +21,11 @@ def test_smoothing_has_no_bias_at_the_start() -> None:
 def test_the_picture_is_drawn_at_any_length_of_run(tmp_path: Path, steps: int) -> None:
     lines = [{"event": "validation", "step": 0, "tau": 1.0, "slot_tau": 1.0}]
     lines += [{"event": "step", "step": n + 1, "loss": 9.0 / (n + 1)} for n in range(steps)]
-    lines += [{"event": "validation", "step": steps, "tau": 1.5, "slot_tau": 1.7}]
+    more = {"tree_tau": 1.9, "sampled_tau": 1.3, "sampled_tree_tau": 1.6, "decoded_tau": 1.45, "alpha": [0.4, 0.3, 0.2]}
+    lines += [{"event": "validation", "step": steps, "tau": 1.5, "slot_tau": 1.7, **more}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
-    assert picture.shape[:2] == (480, 1200)
+    assert picture.shape[:2] == (504, 1680)
     assert float(picture[..., :3].std()) > 0.05
     assert [path.name for path in tmp_path.glob(".*")] == []

@@ -122,6 +122,7 @@ def test_the_folder_holds_the_whole_recipe_and_the_summary(
         ("head.fc_norm", True, "train"),
         ("train.steps", 31, "train"),
         ("train.validation_depth", 2, "train"),
+        ("evaluate.tree.top_k", 3, "evaluate"),
         ("evaluate.max_new_tokens", 17, "evaluate"),
         ("evaluate.chain.depth", 2, "evaluate"),
         ("export.dtype", "float32", "export"),
@@ -139,6 +140,19 @@ def test_a_changed_key_reruns_its_stage_and_those_after_it(
     assert stages.fresh() == expected
     for name in expected:
         assert len((folder / FOLDERS[name] / "lines").read_text().split()) == 1  # what was there before is gone
+
+
+def test_the_evaluated_tree_concerns_training_only_where_it_chooses_the_head(
+    fields: dict[str, Any], folder: Path
+) -> None:
+    chosen = changed(fields, "train.best_by", "tree")
+    own = changed(chosen, "train.validation_tree", {"depth": 2, "top_k": 2, "num_draft_tokens": 3})
+    for recipe, differs in ((fields, False), (chosen, True), (own, False)):
+        keys = [
+            RunContext(parse_recipe(r, where="here"), RunFolder(folder), Reporter(quiet=True)).fingerprints["train"]
+            for r in (recipe, changed(recipe, "evaluate.tree.top_k", 3))
+        ]
+        assert (keys[0] != keys[1]) == differs
 
 
 def test_template_arguments_are_part_of_every_stages_fingerprint(fields: dict[str, Any], folder: Path) -> None:

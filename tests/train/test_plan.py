@@ -234,7 +234,9 @@ def test_sizes_may_be_written_as_people_do(model: Path, tmp_path: Path) -> None:
 
 def test_speculation_pays_less_the_more_requests_there_are(model: Path, tmp_path: Path) -> None:
     facts = replace(
-        gather_facts(context_of(model, tmp_path)), target=EIGHT_B, head=HeadSize(240_000_000, 50_000_000, 131_000_000)
+        gather_facts(context_of(model, tmp_path)),
+        target=EIGHT_B,
+        head=HeadSize(240_000_000, 50_000_000, 131_000_000, 17_000_000),
     )
     rows = break_even_table(facts, GPU)
     assert {row.method for row in rows} == {"chain of 3", "tree of 8"}

@@ -63,12 +63,26 @@ def test_two_processes_give_the_weights_of_one_though_one_rank_has_only_masked_r
 ) -> None:
     train_two_rows(tmp_path, accumulate=2)
     one = load_state(tmp_path / "checkpoints", key="two")
-    two = load_state(launched.rows / "checkpoints", key="two")
+    two = load_state(launched.rows / "straight" / "checkpoints", key="two")
     assert one is not None
     assert two is not None
     assert_same(two["head"], one["head"])
     for number, moments in one["moments"]["state"].items():  # Adam's steps alone would hide a wrong scale
         assert_same(two["moments"]["state"][number], moments)
+    for point, other in zip(two["position"]["history"], one["position"]["history"], strict=True):
+        assert point == pytest.approx(other, rel=1e-5)  # the ranks shared the held-out rows
+
+
+def test_two_processes_that_were_stopped_and_started_again_equal_those_that_were_not(launched: Launched) -> None:
+    straight, resumed = (
+        load_state(launched.rows / name / "checkpoints", key="two") for name in ("straight", "resumed")
+    )
+    assert straight is not None
+    assert resumed is not None
+    assert_same(resumed["head"], straight["head"])
+    for number, moments in straight["moments"]["state"].items():
+        assert_same(resumed["moments"]["state"][number], moments)
+    assert resumed["position"] == straight["position"]
 
 
 def test_the_train_stage_on_two_processes_gives_the_head_of_one(launched: Launched, tmp_path: Path) -> None:
@@ -79,14 +93,18 @@ def test_the_train_stage_on_two_processes_gives_the_head_of_one(launched: Launch
     assert_same(*best)
     records = [json.loads((folder / "stages" / "train.json").read_text()) for folder in (launched.run, run)]
     assert records[0]["finished"]
-    assert [record["result"].pop("processes") for record in records] == [2, 1]
-    assert records[0]["result"] == records[1]["result"]
+    results = [record["result"] for record in records]
+    assert [result.pop("processes") for result in results] == [2, 1]
+    for of_two, of_one in zip(*(result.pop("history") for result in results), strict=True):
+        assert of_two == pytest.approx(of_one, rel=1e-5)
+    for name, value in results[0].items():
+        assert value == (pytest.approx(results[1][name], rel=1e-5) if "tau" in name else results[1][name]), name
     logged = [
         [json.loads(line) for line in (folder / "training" / "metrics.jsonl").read_text().splitlines()]
         for folder in (launched.run, run)
     ]
     for of_two, of_one in zip(*logged, strict=True):
-        for name in of_two.keys() - {"tokens_per_second"}:
+        for name in of_two.keys() - {"tokens_per_second", "flops_per_second", "utilisation", "seconds_left"}:
             assert of_two[name] == (of_one[name] if name == "event" else pytest.approx(of_one[name], rel=1e-5)), name
 
 

@@ -1,15 +1,21 @@
 """The train stage's own decisions: which rows are used, which tokens can be drafted, how the head begins."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from eyas.inference.draft import DynamicTree
 from eyas.models.checkpoint import save_head
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.errors import UserError
+from eyas.models.export import EXPORTS, export_head
 from eyas.models.target import Target
+from eyas.tests.models.native_heads import SERVING
 from eyas.tests.toys import save_tiny_model, tiny_head, tiny_target
 from eyas.tests.train.rows import corpus_row, objective, random_row
 from eyas.tests.train.tiny_run import tiny_recipe
@@ -75,13 +81,16 @@ def test_every_setting_of_the_loop_comes_from_the_train_section(model: Path, tmp
     section = {
         "steps": 11, "accumulate": 2, "line_length": 123, "lines_per_batch": 3, "batching": "padded",
         "learning_rate": 0.5, "betas": [0.1, 0.2], "weight_decay": 0.3, "warmup_steps": 4, "floor": 0.6, "clip": 7.0,
-        "validate_every": 8, "checkpoint_every": 9, "validation_depth": 6, "seed": 10,
+        "validate_every": 8, "checkpoint_every": 9, "validation_depth": 6, "best_by": "tree", "decode_every": 5,
+        "seed": 10,
     }  # fmt: skip
     plan = loop_plan(context(model, tmp_path, train=section))
-    expected = {**section, "betas": (0.1, 0.2), "packed": False}
+    expected = {**section, "betas": (0.1, 0.2), "packed": False, "validation_tree": DynamicTree(3, 4, 8)}
     del expected["batching"]
     assert {name: getattr(plan, name) for name in expected} == expected
-    assert loop_plan(context(model, tmp_path, train={"batching": "packed"})).packed
+    packed = {"batching": "packed", "validation_tree": {"depth": 2, "top_k": 3, "num_draft_tokens": 5}}
+    assert loop_plan(context(model, tmp_path, train=packed)).packed
+    assert loop_plan(context(model, tmp_path, train=packed)).validation_tree == DynamicTree(2, 3, 5)
 
 
 def test_every_setting_of_the_objective_comes_from_the_train_section(model: Path, tmp_path: Path) -> None:
@@ -135,6 +144,53 @@ def test_a_head_goes_on_from_a_trained_one_with_another_vocabulary(
     assert torch.equal(head.lm_head.weight[40:], target.head.weight_VD[100:160])
 
 
+@pytest.mark.parametrize("layout", ["speculators", "eagle", "foreign", "binary"])
+def test_a_head_goes_on_from_one_in_another_layout(
+    model: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"aux_layers": [2, 4, 5], "draft_vocab_size": 100, "init": "random"}
+    run = context(model, tmp_path, head=shape)
+    target = run.load_target("float32", tapped=True)
+    vocabulary = DraftVocabulary(torch.arange(20, 120), target.vocab_size)
+    trained = build_head(run, target, vocabulary)
+    save_head(trained, tmp_path / "native", metadata={}, dtype=torch.float32)
+    folder = tmp_path / "published"
+    if layout in EXPORTS:
+        export_head(tmp_path / "native", layout, folder, serving=SERVING)
+    else:  # nobody's card, and no layer ids
+        folder.mkdir()
+        fields = json.loads((tmp_path / "native" / "config.json").read_text())
+        named = {name: fields[name] for name in fields if "layer_ids" not in name and name != "eagle_config"}
+        (folder / "config.json").write_text(json.dumps(named))
+        if layout == "binary":
+            torch.save(load_file(tmp_path / "native" / "model.safetensors"), folder / "pytorch_model.bin")
+        else:
+            shutil.copy(tmp_path / "native" / "model.safetensors", folder)
+    again = context(model, tmp_path, head={**shape, "init": str(folder)})
+    head = build_head(again, target, vocabulary)
+    assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert "which can draft 100.0% of this draft vocabulary" in capsys.readouterr().err
+    if layout not in EXPORTS:
+        silent = context(model, tmp_path, head={**shape, "aux_layers": [], "init": str(folder)})
+        with pytest.raises(UserError, match=r"cannot be used as it is.*which layers it reads.*head\.aux_layers, or"):
+            build_head(silent, target, vocabulary)
+
+
+def test_training_is_done_anew_when_the_head_it_goes_on_from_is_another(model: Path, tmp_path: Path) -> None:
+    shape = {"aux_layers": [1, 4, 8], "draft_vocab_size": 100}
+    run = context(model, tmp_path, head=shape)
+    target = run.load_target("float32", tapped=True)
+    vocabulary = DraftVocabulary(torch.arange(100), target.vocab_size)
+    keys = []
+    for init in ("target", "random"):
+        run = context(model, tmp_path, head={**shape, "init": init})
+        save_head(build_head(run, target, vocabulary), tmp_path / "trained", metadata={}, dtype=torch.float32)
+        again = context(model, tmp_path, head={**shape, "init": str(tmp_path / "trained")})
+        keys.append(again.fingerprints)
+    assert keys[0]["extract"] == keys[1]["extract"]
+    assert keys[0]["train"] != keys[1]["train"]
+
+
 def test_a_trained_head_of_another_shape_or_no_folder_is_refused(model: Path, tmp_path: Path) -> None:
     run = context(model, tmp_path, head={"aux_layers": [1, 4, 8], "draft_vocab_size": 100})
     target = run.load_target("float32", tapped=True)
@@ -148,7 +204,7 @@ def test_a_trained_head_of_another_shape_or_no_folder_is_refused(model: Path, tm
     with pytest.raises(UserError, match=r"the head in head\.init has norm_output False, this recipe's head True"):
         build_head(other, target, vocabulary)
     lost = context(model, tmp_path, head={"draft_vocab_size": 100, "init": "trgaet"})
-    with pytest.raises(UserError, match=r"head\.init 'trgaet' is neither target, random nor a folder"):
+    with pytest.raises(UserError, match=r"head\.init 'trgaet' is neither target, random nor a trained head"):
         build_head(lost, target, vocabulary)
 
 

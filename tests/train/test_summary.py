@@ -30,7 +30,14 @@ ROWS = [
 RESULTS: dict[str, dict[str, Any]] = {
     "synthesize": {"rows": 14, "reply_tokens": 336, "cut_replies": 3},
     "extract": {"tokens": 924, "bytes": 2_345_678},
-    "train": {"steps": 30, "head_parameters": 4_567_890, "best_validation_tau": 1.6543, "best_step": 20},
+    "train": {
+        "steps": 30,
+        "head_parameters": 4_567_890,
+        "best_validation_tau": 1.6543,
+        "best_validation_tree_tau": 2.0987,
+        "best_step": 20,
+        "best_by": "chain",
+    },
     "evaluate": {"prompts": 4, "results": ENTRIES},
     "export": {"folder": "runs/[tiny]/head"},
 }
@@ -78,7 +85,11 @@ def test_a_finished_run_is_printed_whole_on_stdout(
     assert rows[:6] == [
         ["synthesize", "13", "14 replies, 336 tokens, 3 cut by the limit"],
         ["extract", "13", "924 tokens, 2 MB"],
-        ["train", "13", "30 steps, 4.6M parameters, best held-out chain tau 1.654 (replay) at step 20"],
+        [
+            "train",
+            "13",
+            "30 steps, 4.6M parameters, held-out tau: chain 1.654, tree 2.099 (best chain, step 20)",
+        ],
         ["evaluate", "13", "4 held-out prompts"],
         ["export", "13", "runs/[tiny]/head"],
         ["total", "63", ""],

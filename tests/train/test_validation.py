@@ -16,7 +16,7 @@ from eyas.models.target import Target
 from eyas.tests.toys import oracle_head, tiny_head, tiny_target
 from eyas.tests.train.rows import greedy_row, loop_plan, objective
 from eyas.train.loop import train_head
-from eyas.train.validation import draft_hits, generated_spans, held_out_acceptance
+from eyas.train.validation import chain_drafts, generated_spans, held_out_acceptance
 
 DEPTH = 4
 
@@ -69,11 +69,11 @@ def test_a_head_overfit_on_one_row_reaches_the_longest_acceptance_there_is(
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
-@pytest.mark.parametrize("tokens_per_batch", [1, 64, 4096])
+@pytest.mark.parametrize("chain_tokens", [1, 64, 4096])
 def test_replayed_acceptance_equals_decoding_of_the_same_rows(
-    target: Target, rows: list[FeatureRow], overfit: Eagle3Head, depth: int, tokens_per_batch: int
+    target: Target, rows: list[FeatureRow], overfit: Eagle3Head, depth: int, chain_tokens: int
 ) -> None:
-    result = held_out_acceptance(overfit, rows, depth=depth, dtype=torch.float32, tokens_per_batch=tokens_per_batch)
+    result = held_out_acceptance(overfit, rows, depth=depth, dtype=torch.float32, chain_tokens=chain_tokens)
     decoded = sum((decode(target, overfit, row, depth=depth).stats for row in rows), AcceptanceStats(depth))
     assert (result.replay.rounds, result.replay.survived) == (decoded.rounds, decoded.survived)
     assert result.replay.tau > 1.25  # equality at zero acceptance would prove nothing
@@ -92,7 +92,7 @@ def test_the_hits_of_an_oracle_are_exactly_the_supervised_slots(target: Target, 
     head = oracle_head(target, text)
     head.use_embedding(target.embedding)
     batch = collate([[rows[1]]], length=len(text) + 3, dtype=torch.float32)
-    hits_BTS = draft_hits(head, batch, depth=3)
+    hits_BTS = chain_drafts(head, batch, depth=3).hits_BTS
     for step in range(3):
         # Two prompt tokens and thirty generated ones: slots 1 .. 29 at step 0, one fewer at every later step.
         assert hits_BTS[0, :, step].nonzero().squeeze(-1).tolist() == list(range(1, 30 - step))
