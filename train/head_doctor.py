@@ -17,6 +17,7 @@ from eyas.models.engines import ENGINES, Verdict, judge
 from eyas.models.errors import UserError
 from eyas.models.head_checks import Check, check_files
 from eyas.models.head_files import HeadFiles, read_head_files
+from eyas.models.head_layout import EMBEDDINGS
 from eyas.models.heads import HEADS
 from eyas.models.hub import resolve_head
 from eyas.models.import_head import Answers, import_head
@@ -88,7 +89,8 @@ def _native(folder: Path, facts: TargetFacts, answers: Answers, checks: list[Che
     """Return the head as native files, importing it when it is in another layout."""
     try:
         files = read_head_files(folder)
-        if files.method and files.card.get("format", "vllm") not in ("eagle", "speculators", "eagle1-eagle"):
+        foreign = files.card.get("format", "vllm") in ("eagle", "speculators", "eagle1-eagle")
+        if files.method and not foreign and EMBEDDINGS not in files.tensors:
             return files
     except UserError:
         if not (folder / "config.json").is_file():

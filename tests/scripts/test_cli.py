@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from eyas.scripts import cli
+from eyas.tests.scripts.command import Eyas, refused
 from eyas.tests.toys import save_tiny_model
 from eyas.tests.train.tiny_run import write_recipe
 from eyas.train import __main__ as train_main
@@ -19,44 +20,6 @@ from eyas.train import machine, pipeline
 from eyas.train.context import RunContext
 from eyas.train.machine import Speed
 from eyas.train.run_folder import STAGES
-
-
-class Outcome(NamedTuple):
-    code: object
-    out: str
-    err: str
-
-
-Eyas = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def recipe(model: Path, tmp_path: Path) -> Path:
-    return write_recipe(model, tmp_path)
-
-
-@pytest.fixture
-def eyas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Eyas:
-    """Return the `eyas` command, run in this process in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["eyas", *map(str, arguments)])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
@@ -82,15 +45,6 @@ def quick_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep the measurement of the machine short and out of the user's cache."""
     monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(machine, "measure", lambda device: Speed(1e11, 2e11, 1e10, 1e-6))
-
-
-def refused(outcome: Outcome) -> str:
-    """Return the one sentence that a refused command said."""
-    assert outcome.code == 2
-    assert outcome.out == ""
-    (line,) = outcome.err.splitlines()
-    assert line.startswith("error: ")
-    return line.removeprefix("error: ")
 
 
 @pytest.mark.parametrize(

@@ -1,43 +1,13 @@
 """`eyas export HEAD`, `eyas import` and `eyas doctor` as a user types them."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from eyas.scripts import cli
 from eyas.tests.models.native_heads import save_native, target_and_head
+from eyas.tests.scripts.command import Eyas
 from eyas.tests.toys import save_tiny_model
-
-
-class Outcome(NamedTuple):
-    code: object
-    out: str
-    err: str
-
-
-Eyas = Callable[..., Outcome]
-
-
-@pytest.fixture
-def eyas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Eyas:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["eyas", *map(str, arguments)])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
