@@ -22,7 +22,7 @@ HeadArgument = Annotated[
     str,
     typer.Argument(
         metavar="HEAD",
-        help="A head's folder or Hub id; or `none` (plain decoding), `lookup` (prompt lookup), `model:NAME` (a small model).",
+        help="A folder or Hub id; or `none` (plain decoding), `lookup` (prompt lookup), `model:NAME` (a small model).",
     ),
 ]
 TargetOption = Annotated[

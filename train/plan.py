@@ -10,6 +10,7 @@ from typing import Any
 
 from eyas.data.sources import RowsRefused
 from eyas.models.errors import CheckFailed
+from eyas.models.size import DTYPE_BYTES
 from eyas.train.break_even import BreakEven, break_even_table
 from eyas.train.cards import Card
 from eyas.train.context import RunContext
@@ -140,7 +141,7 @@ def advice(plan: RunPlan) -> str:
     """Return what to do about a plan that does not fit."""
     if plan.smaller:
         return f"It would fit with {', or with '.join(plan.smaller)}."
-    weights = plan.stages[0].phase.terms.get("target weights", 0)
+    weights = DTYPE_BYTES[plan.facts.recipe.synthesize.dtype] * plan.facts.target.parameters
     return (
         f"No smaller setting of the recipe fits (the target's weights alone take {human(weights)}): it needs another "
         "machine or target."

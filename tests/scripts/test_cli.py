@@ -210,6 +210,21 @@ def test_a_plan_that_does_not_fit_has_exit_code_1_and_says_what_would(
     assert eyas("run", recipe, "--set", "plan.disk=1MB").code == 1
 
 
+def test_a_plan_for_another_card_measures_nothing_here(
+    eyas: Eyas, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(device: str) -> Speed:
+        raise AssertionError("this machine was measured")
+
+    monkeypatch.setattr(machine, "measured_speed", measured)
+    outcome = eyas("plan", recipe, "--card", "h200")
+    assert outcome.code == 0, outcome.err
+    assert "planned for one H200 SXM, 141 GB" in outcome.out
+    assert "time: the card's data sheet" in outcome.out
+    assert outcome.out.splitlines()[-1].endswith(" of 141 GB memory")
+    assert "Did you mean 'h100'?" in refused(eyas("plan", recipe, "--card", "h101"))
+
+
 def test_a_limit_that_is_no_size_is_bad_usage(eyas: Eyas, recipe: Path) -> None:
     assert "plan.disk" in refused(eyas("plan", recipe, "--disk", "much"))
 
