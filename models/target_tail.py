@@ -19,7 +19,7 @@ class TargetTail:
 
     def __init__(self, name: str, *, dtype: torch.dtype) -> None:
         """Raise UserError where the target's files do not hold the tensors under their usual names."""
-        model = empty_model(name)
+        model = empty_model(name, dtype=dtype)
         self.config = model.config.get_text_config()
         try:
             self.norm = final_norm(find_decoder(model)[0])
