@@ -49,13 +49,16 @@ def input_embeddings(name: str, *, dtype: torch.dtype) -> Tensor:
 
 def empty_model(name: str, *, dtype: torch.dtype) -> PreTrainedModel:
     """Return a target's text model without the memory of its parameters; raises UserError where there is none alone."""
-    config = AutoConfig.from_pretrained(resolve_model(name)).get_text_config()
+    whole = AutoConfig.from_pretrained(resolve_model(name))
+    config = whole.get_text_config()
+    tied = config.tie_word_embeddings or whole.tie_word_embeddings
+    config.tie_word_embeddings = False  # what is tied is found in the files, and then shared (`fill`)
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, ImportError) as error:
         raise UserError(f"cannot build a {config.model_type} text model without its weights: {error}") from error
-    model.tie_weights()  # the context above makes a parameter anew wherever it is assigned
+    model.config.tie_word_embeddings = tied
     return model
 
 
@@ -70,21 +73,24 @@ def final_norm(decoder: nn.Module) -> Any:
 def fill(
     model: PreTrainedModel, modules: list[nn.Module], folder: str, *, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Give the parameters of some modules of an empty model their values from the model's files."""
-    names: dict[int, list[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(key)  # a tied matrix has two names, its file one of them
+    """Give the parameters of some modules of an empty model their values from the model's files.
+
+    A tied output head that has no tensor of its own shares the embedding's.
+    """
+    names = {id(parameter): (key,) for key, parameter in model.named_parameters()}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.tie_word_embeddings:
+        names[id(output.weight)] += names[id(embedding.weight)]
     files = tensor_files(folder)
-    filled: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for part in module.modules():
-            for key, parameter in list(part.named_parameters(recurse=False)):
-                if id(parameter) not in filled:
-                    found, tensor = read_tensor(files, tuple(names[id(parameter)]))
-                    if tensor.dtype not in PLAIN or tensor.shape != parameter.shape:
-                        raise UserError(
-                            f"{found} is stored quantised or packed ({tensor.dtype} {tuple(tensor.shape)} instead of "
-                            f"{tuple(parameter.shape)})."
-                        )
-                    filled[id(parameter)] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-                setattr(part, key, filled[id(parameter)])
+    filled: dict[str, nn.Parameter] = {}
+    for part in (part for module in modules for part in module.modules()):
+        for key, parameter in list(part.named_parameters(recurse=False)):
+            found, tensor = read_tensor(files, names[id(parameter)])
+            if tensor.dtype not in PLAIN or tensor.shape != parameter.shape:
+                raise UserError(
+                    f"{found} is stored quantised or packed ({tensor.dtype} {tuple(tensor.shape)} instead of "
+                    f"{tuple(parameter.shape)})."
+                )
+            if found not in filled:
+                filled[found] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+            setattr(part, key, filled[found])

@@ -16,10 +16,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eyas.data.sources import read_prompts
+from eyas.models.target import Target
 from eyas.tests.data.template_families import FAMILIES, HARMONY, HARMONY_SPECIALS
 from eyas.tests.toys import byte_tokenizer
 
 TINY_LAYERS, TINY_WIDTH = 8, 32
+END_LOGIT = 2.0  # of the token that ends a turn, on average; the others' deviate by about 1 from 0
 REASONING = "{{ '<|start|>system<|message|>Reasoning: ' + reasoning_effort + '<|end|>' }}"
 TEMPLATES = {name: (family.template, family.specials, family.end_of_turn) for name, family in FAMILIES.items()} | {
     "harmony with effort": (REASONING + HARMONY.replace("RETURN", "false"), HARMONY_SPECIALS, "<|end|>")
@@ -80,10 +82,10 @@ class RecipeTarget:
 
 @torch.no_grad()
 def _end_turns(model: Any, token: int) -> None:
-    """Give all embeddings a number in common and one token's output row more of it: a random model ends its turns."""
-    model.get_input_embeddings().weight[:, 0] = 1.0
-    model.get_output_embeddings().weight[:, 0] = 1.0
-    model.get_output_embeddings().weight[token, 0] = 2.0
+    """Point one token's output row along the mean final state, so that a random model ends its turns now and then."""
+    ids_BT = torch.randint(0, model.config.vocab_size, (8, 64))
+    mean_D = Target(model).forward(ids_BT).final_hidden_BTD.mean((0, 1)).clone()
+    model.get_output_embeddings().weight[token] = END_LOGIT * mean_D / mean_D.square().sum()
 
 
 @cache
@@ -160,10 +162,12 @@ TARGETS = {
     "smollm2-self": SMOL,
     "smollm2-domain": RecipeTarget(SMOLLM2, 134_515_008, 9_808_128 - 4096 * 576, "chatml"),
     "llama-3.1-8b": RecipeTarget(
-        _dense("llama", 4096, 14336, 32, 32, 8, 128256, **LLAMA), 8_030_261_248, 424_689_664, "llama3"
+        _dense("llama", 4096, 14336, 32, 32, 8, 128256, **LLAMA), 8_030_261_248, 424_689_664, "llama3",
+        {"rope_parameters": {**LLAMA_ROPE, "original_max_position_embeddings": 64}},
     ),
     "llama-3.3-70b": RecipeTarget(
-        _dense("llama", 8192, 28672, 80, 64, 8, 128256, **LLAMA), 70_553_706_496, 1_403_027_456, "llama3"
+        _dense("llama", 8192, 28672, 80, 64, 8, 128256, **LLAMA), 70_553_706_496, 1_403_027_456, "llama3",
+        {"rope_parameters": {**LLAMA_ROPE, "original_max_position_embeddings": 64}},
     ),
     "qwen2.5-7b": RecipeTarget(
         _dense("qwen2", 3584, 18944, 28, 28, 4, 152064, **QWEN2), 7_615_616_512, 402_798_592, "chatml"
@@ -190,7 +194,10 @@ TARGETS = {
             num_local_experts=32, num_experts_per_tok=4, sliding_window=128, rope_parameters=YARN,
         ),
         20_914_757_184, 257_875_200, "harmony with effort",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
+            "rope_parameters": {**YARN, "factor": 8.0, "original_max_position_embeddings": 64},
+        },
     ),
     "gemma-3-12b": RecipeTarget(
         GEMMA3, 11_766_034_176, 422_722_560, "gemma", {"sliding_window": 24, "query_pre_attn_scalar": 16}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from eyas.models.checkpoint import load_head
 from eyas.models.head_config import default_aux_layers
@@ -69,7 +70,7 @@ def shrunk(name: str, model: Path, folder: Path) -> Recipe:
         "synthesize.batch": 8, "synthesize.dtype": "float32",
         "extract.tokens_per_batch": 256, "extract.dtype": "float32",
         "train.ttt_steps": 3, "train.line_length": 160, "train.lines_per_batch": 1, "train.accumulate": 1,
-        "train.warmup_steps": 1, "train.validate_every": 2, "train.checkpoint_every": 4, "train.steps": 6,
+        "train.warmup_steps": 1, "train.validate_every": 3, "train.checkpoint_every": 4, "train.steps": 6,
         "evaluate.max_new_tokens": 10, "evaluate.sampled_prompts": 1, "evaluate.dtype": "float32",
         "evaluate.chain": "{depth: 3}", "evaluate.tree": "{depth: 3, top_k: 3, num_draft_tokens: 7}",
     }  # fmt: skip
@@ -81,7 +82,7 @@ def shrunk(name: str, model: Path, folder: Path) -> Recipe:
         values["head.intermediate_size"] = 48
     if whole.synthesize.self_prompts:
         few = 4 if whole.synthesize.prompts else 12
-        values |= {"synthesize.self_prompts": few, "synthesize.self_heldout": 1, "synthesize.self_prompt_tokens": 48}
+        values |= {"synthesize.self_prompts": few, "synthesize.self_heldout": 1, "synthesize.self_prompt_tokens": 96}
     settings = [f"{key}={value}" for key, value in values.items()]
     folder.mkdir()
     if name == "smollm2-domain":
@@ -92,6 +93,18 @@ def shrunk(name: str, model: Path, folder: Path) -> Recipe:
     return load_recipe(name, settings)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave figures empty: half of the time of a tiny run goes into drawing, which other tests look at."""
+
+    def savefig(figure: Figure, target: Any, **settings: Any) -> None:
+        if isinstance(target, str | Path):
+            Path(target).touch()
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+
+
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_to_its_end_on_a_tiny_target_of_its_architecture(
     name: str, models: dict[str, Path], tmp_path: Path
@@ -104,8 +117,8 @@ def test_a_recipe_runs_to_its_end_on_a_tiny_target_of_its_architecture(
 
     trained = summary["results"]["train"]
     steps = [point["step"] for point in trained["history"]]
-    assert steps == list(range(0, trained["steps"] + 1, 2))[: len(steps)]
-    assert len(steps) > 1
+    assert (steps[0], steps[-1]) == (0, trained["steps"])
+    assert trained["steps"] >= 3
     assert all(point["tau"] >= 1 for point in trained["history"])
     assert trained["best_validation_tau"] == max(point["tau"] for point in trained["history"])
 
