@@ -18,9 +18,11 @@ from eyas.models.engines import judge
 from eyas.models.errors import UserError, nearest
 from eyas.models.head_checks import require_sound
 from eyas.models.head_files import HeadFiles, read_head_files, write_head_files
-from eyas.models.head_layout import FLAGS
+from eyas.models.head_layout import EMBEDDINGS, FLAGS
 from eyas.models.import_head import Answers, import_head
 from eyas.models.launch import Serving, serving_readme
+from eyas.models.target_facts import TargetFacts
+from eyas.models.target_parts import input_embeddings
 
 Fields = dict[str, Any]
 
@@ -40,17 +42,26 @@ class Export:
     config: Callable[[Fields, Serving], Fields] = lambda fields, _serving: fields
 
 
-def export_head(source: Path, format_name: str, out: Path, *, serving: Serving) -> HeadFiles:
+def export_head(
+    source: Path, format_name: str, out: Path, *, serving: Serving, embeddings_of: str | None = None
+) -> HeadFiles:
     """Write a native head's folder in an engine's format to `out` and return what was written.
+
+    The embeddings of the target `embeddings_of` go with it: an engine on several pipeline stages reads the head's own,
+    and keeps random ones where there are none.
 
     Raises UserError naming every fault of the head, or why the engine cannot serve it and what to do instead.
     """
     files = read_head_files(source)
     require_sound(files)
     exported = export_files(files, format_name, serving=serving)
+    target = None
+    if embeddings_of is not None:
+        target = TargetFacts.of(embeddings_of)
+        exported.tensors[EMBEDDINGS] = _embeddings(files, embeddings_of)
 
     def check(folder: Path) -> None:
-        again = import_head(folder, target=None, answers=Answers()).files
+        again = import_head(folder, target=target, answers=Answers()).files
         assert again.fields == files.fields, f"{format_name} lost {_difference(again.fields, files.fields)}"
         assert same_tensors(again.tensors, files.tensors), f"{format_name} changed the tensors"
 
@@ -80,6 +91,19 @@ def export_files(files: HeadFiles, format_name: str, *, serving: Serving) -> Hea
     fields = {name: value for name, value in files.fields.items() if name not in export.leave_out}
     card = {**files.card, "format": format_name}
     return replace(files, fields=export.config(fields, serving), tensors=tensors, card=card)
+
+
+def _embeddings(files: HeadFiles, target: str) -> Tensor:
+    """Return a target's input embeddings in the head's dtype; raises UserError when the head cannot read them."""
+    dtype = files.tensors["fc.weight"].dtype
+    embeddings_VD = input_embeddings(target, dtype=dtype)
+    expected = (files.fields["vocab_size"], files.fields["hidden_size"])
+    if tuple(embeddings_VD.shape) != expected:
+        raise UserError(
+            f"the embeddings of {target!r} are {tuple(embeddings_VD.shape)}, {files.where} reads {expected}; name the "
+            "target it was trained for with --target."
+        )
+    return embeddings_VD
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -15,7 +15,7 @@ from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.errors import UserError
 from eyas.models.head_config import check_aux_layers
 from eyas.models.head_files import CARD, CONFIG, HeadFiles
-from eyas.models.head_layout import FLAGS, ZERO_TENSORS, expected_shapes, neutral_fields
+from eyas.models.head_layout import EMBEDDINGS, FLAGS, ZERO_TENSORS, expected_shapes, neutral_fields
 
 Status = Literal["ok", "failed", "warning", "skipped"]
 
@@ -133,6 +133,12 @@ def _tensors(files: HeadFiles) -> Iterator[str]:
         for name in sorted(expected.keys() & found.keys())
         if expected[name] != found[name]
     ]
+    if EMBEDDINGS in extra:
+        extra.remove(EMBEDDINGS)
+        yield (
+            f"{EMBEDDINGS} is there, the target's embeddings for an engine (eyas export --with-embeddings); bring such "
+            "a head back with eyas import --target MODEL, which compares them"
+        )
     if missing or extra or wrong:
         yield f"tensors missing {missing}, unknown {extra}, of wrong shape {wrong}"
 

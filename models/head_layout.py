@@ -12,6 +12,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ZERO_TENSORS = {"eagle3": (), "eagle1": ("fc.bias",)}
+EMBEDDINGS = "embed_tokens.weight"  # the target's, which only exports for some engines carry
 LAYER = {"eagle3": "midlayer.", "eagle1": "layers.0."}
 PLAIN_FIELDS = (
     "hidden_size",

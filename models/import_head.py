@@ -16,10 +16,11 @@ from eyas.models.errors import UserError
 from eyas.models.head_checks import require_sound
 from eyas.models.head_files import CARD, HeadFiles, read_head_files
 from eyas.models.head_json import native_json
-from eyas.models.head_layout import FLAGS, PLAIN_FIELDS, TOKEN_FIELDS, ZERO_TENSORS
+from eyas.models.head_layout import EMBEDDINGS, FLAGS, PLAIN_FIELDS, TOKEN_FIELDS, ZERO_TENSORS
 from eyas.models.import_layers import resolve_layers
 from eyas.models.raw_head import RawHead, read_raw_head
 from eyas.models.target_facts import TargetFacts
+from eyas.models.target_parts import input_embeddings
 
 RELAID = ("eagle", "speculators", "eagle1-eagle")  # exports of eyas that are not in the native layout
 
@@ -122,20 +123,25 @@ def _settle_config(raw: RawHead, inquiry: _Inquiry) -> None:
 
 
 def _settle_embeddings(raw: RawHead, tensors: dict[str, Tensor], target: TargetFacts | None, inquiry: _Inquiry) -> None:
-    own = tensors.pop("embed_tokens.weight", None)
+    own = tensors.pop(EMBEDDINGS, None)
     if own is None:
         return
     if target is None:
         inquiry.questions.append("it carries embeddings; name the target with --target to compare them with its own")
         return
     theirs = target.embedding()
-    coarse = min((own.dtype, theirs.dtype), key=lambda kind: kind.itemsize)
-    if own.shape != theirs.shape or not torch.equal(own.to(coarse), theirs.to(coarse)):
+    if not (_alike(own, theirs) or _alike(own, input_embeddings(target.name, dtype=own.dtype))):
         raise UserError(
             f"{raw.where} carries embeddings of its own {tuple(own.shape)} that differ from the target's "
             f"{tuple(theirs.shape)}: it was trained for another target, or trained them, which eyas heads do not."
         )
     inquiry.notes.append("its embeddings equal the target's and were left out")
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal in the coarser of their dtypes."""
+    coarse = min((a.dtype, b.dtype), key=lambda kind: kind.itemsize)
+    return a.shape == b.shape and torch.equal(a.to(coarse), b.to(coarse))
 
 
 def _settle_bias(raw: RawHead, tensors: dict[str, Tensor], inquiry: _Inquiry) -> None:

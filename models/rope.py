@@ -81,6 +81,8 @@ def check_same_rope(head_rope: nn.Module, target_model: Any, config: HeadConfig)
     device = next(target_model.parameters()).device
     theirs = target_rope(probe.to(device), positions.to(device), **by_type)
     for name, a, b in zip(("cos", "sin"), ours, theirs, strict=True):
+        if 2 * b.shape[-1] == a.shape[-1]:  # GPT-OSS hands out each angle once, for both halves it turns
+            b = torch.cat((b, b), dim=-1)
         if a.shape != b.shape or not torch.allclose(a, b.float().cpu(), atol=1e-5):
             raise UserError(
                 f"the head's rotary {name} differs from the target's ({config.rope_parameters}); this target's RoPE "

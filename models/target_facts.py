@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
+from eyas.models.target_files import read_tensor, tensor_files
 
-EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "transformer.wte.weight")
-OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+OUTPUTS = ("lm_head.weight",)
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,12 @@ class TargetFacts:
 
     def embedding(self) -> Tensor:
         """Return the input embedding as stored."""
-        return self._tensor(EMBEDDINGS)
+        return read_tensor(tensor_files(str(self.folder)), EMBEDDINGS)[1]
 
     def output_rows(self) -> Tensor:
         """Return the output head's weight as stored; the embedding where the two are tied."""
-        return self._tensor(EMBEDDINGS if self.config.tie_word_embeddings else OUTPUTS)
-
-    def _tensor(self, names: tuple[str, ...]) -> Tensor:
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    if name in file.keys():  # noqa: SIM118 - not a dict
-                        return file.get_tensor(name)
-        raise UserError(
-            f"target {self.name!r} has none of {', '.join(names)} in safetensors files under {str(self.folder)!r}; "
-            "name a local model folder."
-        )
+        wanted = EMBEDDINGS if self.config.tie_word_embeddings else OUTPUTS
+        return read_tensor(tensor_files(str(self.folder)), wanted)[1]
 
 
 def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -23,7 +23,8 @@ from eyas.scripts.decoding import (
     check_sampling,
     describe,
     load_runtime,
-    summary_line,
+    print_summary,
+    stream_reply,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def chat(
         if as_json:
             typer.echo(json.dumps({"prompt": said, **describe(generation)}))
         else:
-            notes.print(summary_line(generation), style="dim", soft_wrap=True)
+            print_summary(generation)
 
 
 def _turns(console: "Console") -> Iterator[str]:
@@ -93,23 +94,10 @@ def _reply(
     runtime: Runtime, messages: list[dict[str, str]], sampling: "Sampling", limit: int, console: "Console | None"
 ) -> "Generation":
     """Return the reply to a conversation, shown on a console while it is written."""
-    from contextlib import nullcontext
-
     from eyas.inference.engine import GenerationRequest
-    from eyas.inference.spelling import Spelling
-    from eyas.scripts.terminal import LiveReply
 
-    engine = runtime.engine
-    ids = tuple(runtime.template.ids(list(messages), add_generation_prompt=True))
-    room = engine.target.position_limit - len(ids)
-    if room < 1:
-        raise UserError(f"the conversation fills the target's {engine.target.position_limit} positions.")
-    request = GenerationRequest(ids, min(limit, room), runtime.stop_ids, sampling)
-    assert engine.decode is not None
-    spelling = Spelling(engine.decode)
-    with LiveReply(console) if console else nullcontext() as shown:
-        for event in engine.stream([request]):
-            if shown:
-                shown.add(event.round, spelling.add(event.round))
-    assert event.finished is not None
-    return event.finished
+    ids, positions = runtime.prompt_ids(messages), runtime.engine.target.position_limit
+    if len(ids) >= positions:
+        raise UserError(f"the conversation fills the target's {positions} positions.")
+    request = GenerationRequest(ids, min(limit, positions - len(ids)), runtime.stop_ids, sampling)
+    return stream_reply(runtime, request, console)

@@ -10,16 +10,19 @@ import typer
 from eyas.models.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from eyas.data.encode import ChatTemplate
     from eyas.inference.draft import TreeMaker
-    from eyas.inference.engine import Engine, Generation
+    from eyas.inference.engine import Engine, Generation, GenerationRequest
     from eyas.inference.sampling import Sampling
+    from eyas.inference.spelling import Spelling
 
 HeadArgument = Annotated[
     str,
     typer.Argument(
         metavar="HEAD",
-        help="A head's folder; or `none` (plain decoding), `lookup` (prompt lookup), `model:NAME` (a small model).",
+        help="A folder or Hub id; or `none` (plain decoding), `lookup` (prompt lookup), `model:NAME` (a small model).",
     ),
 ]
 TargetOption = Annotated[
@@ -48,6 +51,17 @@ class Runtime:
     stop_ids: frozenset[int]
     target: str
     tree: str
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """Return a conversation as it is served, up to where the reply begins."""
+        return tuple(self.template.ids(list(messages), add_generation_prompt=True))
+
+    def spelling(self) -> "Spelling":
+        """Return what turns the tokens of one reply into text as they come."""
+        from eyas.inference.spelling import Spelling
+
+        assert self.engine.decode is not None
+        return Spelling(self.engine.decode)
 
 
 def parse_tree(text: str) -> "TreeMaker":
@@ -79,18 +93,20 @@ def load_runtime(head: str, target: str | None, tree: str, *, dtype: str, batch:
     from eyas.data.encode import ChatTemplate
     from eyas.data.synthesize import stop_token_ids
     from eyas.inference.engine import Engine
+    from eyas.models.hub import resolve_head
     from eyas.models.target import Target, load_tokenizer
 
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} must be {' or '.join(DTYPES)}.")
     disable_progress_bar()
     maker = parse_tree(tree)
-    made_for = _metadata(head)
+    folder = None if head in ("none", "lookup") or head.startswith("model:") else resolve_head(head)
+    made_for = _metadata(folder)
     name = target or made_for.get("target")
     if name is None:
         raise UserError("name the target: --target MODEL (a model folder, a Hub id or a bundled name).")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    drafter, aux_layers, rows = _drafter(head, maker, dtype=dtype, device=device)
+    drafter, aux_layers, rows = _drafter(head, folder, maker, dtype=dtype, device=device)
     loaded = Target.load(name, dtype=getattr(torch, dtype), aux_layers=aux_layers, device=device).pack(rows=rows)
     tokenizer = load_tokenizer(name)
     template = ChatTemplate(tokenizer, made_for.get("template_arguments") or {})
@@ -108,6 +124,29 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> "
     from eyas.inference.sampling import Sampling
 
     return Sampling(temperature, top_k, top_p, seed)
+
+
+def stream_reply(runtime: Runtime, request: "GenerationRequest", console: "Console | None") -> "Generation":
+    """Return the reply to one request, shown on a console while it is written."""
+    from contextlib import nullcontext
+
+    from eyas.scripts.terminal import LiveReply
+
+    runtime.engine.session().check(request)
+    spelling = runtime.spelling()
+    with LiveReply(console) if console else nullcontext() as shown:
+        for event in runtime.engine.stream([request]):
+            if shown:
+                shown.add(event.round, spelling.add(event.round))
+    assert event.finished is not None
+    return event.finished
+
+
+def print_summary(generation: "Generation") -> None:
+    """Print the line about a reply to stderr."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, markup=False).print(summary_line(generation), style="dim", soft_wrap=True)
 
 
 def describe(generation: "Generation", *, trace: bool = True) -> dict[str, Any]:
@@ -145,14 +184,16 @@ def summary_line(generation: "Generation") -> str:
     )
 
 
-def _metadata(head: str) -> dict[str, Any]:
-    path = Path(head) / "eyas.json"
-    if head in ("none", "lookup") or head.startswith("model:") or not path.is_file():
+def _metadata(folder: Path | None) -> dict[str, Any]:
+    path = None if folder is None else folder / "eyas.json"
+    if path is None or not path.is_file():
         return {}
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _drafter(head: str, maker: "TreeMaker", *, dtype: str, device: str) -> tuple[Any, tuple[int, ...], int]:
+def _drafter(
+    head: str, folder: Path | None, maker: "TreeMaker", *, dtype: str, device: str
+) -> tuple[Any, tuple[int, ...], int]:
     """Return (the drafter, the aux layers it reads, how many tokens a target forward carries)."""
     import torch
 
@@ -167,9 +208,9 @@ def _drafter(head: str, maker: "TreeMaker", *, dtype: str, device: str) -> tuple
         return None, (), 1
     if head == "lookup":
         return PromptLookup(maker.depth), (), maker.depth + 1
-    if head.startswith("model:"):
+    if folder is None:
         small = Target.load(head.removeprefix("model:"), dtype=getattr(torch, dtype), device=device)
         return ModelDrafter(small.pack(rows=1), maker.depth), (), maker.depth + 1
-    loaded = load_head(Path(head), dtype=torch.bfloat16, device=device)
+    loaded = load_head(folder, dtype=torch.bfloat16, device=device)
     pack_linears(loaded, rows=maker.max_nodes)
     return EagleDrafter(loaded, maker), loaded.config.aux_layers, maker.max_nodes

@@ -23,6 +23,8 @@ from eyas.scripts.decoding import (
     check_sampling,
     describe,
     load_runtime,
+    print_summary,
+    stream_reply,
     summary_line,
 )
 from eyas.scripts.options import JsonOption
@@ -58,6 +60,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts with a target and a draft head."""
+    from rich.console import Console
+
     from eyas.inference.engine import GenerationRequest
     from eyas.inference.penalties import Penalties
     from eyas.train.progress import Reporter
@@ -67,7 +71,7 @@ def generate(
     runtime = load_runtime(head, target, tree, dtype=dtype, batch=batch)
     requests = [
         GenerationRequest(
-            tuple(runtime.template.ids(list(one.messages), add_generation_prompt=True)),
+            runtime.prompt_ids(one.messages),
             max_new_tokens,
             runtime.stop_ids,
             sampling,
@@ -82,7 +86,7 @@ def generate(
         generations = _run(runtime, requests, Reporter(quiet=True))
         typer.echo(json.dumps(_report(runtime, head, asked, requests, generations), indent=2))
     elif len(requests) == 1 and not stop:
-        _stream(runtime, requests[0])
+        print_summary(stream_reply(runtime, requests[0], Console(highlight=False, markup=False)))
     else:
         _print(asked, _run(runtime, requests, Reporter()), runtime)
 
@@ -135,37 +139,18 @@ def _report(
     }
 
 
-def _stream(runtime: Runtime, request: "GenerationRequest") -> None:
-    """Show one reply while it is written."""
-    from rich.console import Console
-
-    from eyas.inference.spelling import Spelling
-    from eyas.scripts.terminal import LiveReply
-
-    runtime.engine.session().check(request)
-    assert runtime.engine.decode is not None
-    spelling = Spelling(runtime.engine.decode)
-    with LiveReply(Console(highlight=False, markup=False)) as reply:
-        for event in runtime.engine.stream([request]):
-            reply.add(event.round, spelling.add(event.round))
-    assert event.finished is not None
-    Console(stderr=True, highlight=False).print(summary_line(event.finished), style="dim", soft_wrap=True)
-
-
 def _print(asked: list[_Prompt], generations: "list[Generation]", runtime: Runtime) -> None:
     """Print all replies, drafted tokens in colour, each followed by its numbers."""
     from rich.console import Console
     from rich.text import Text
 
     from eyas.inference.request import Round
-    from eyas.inference.spelling import Spelling
     from eyas.scripts.terminal import DRAFTED
 
     console = Console(highlight=False, markup=False)
     for one, generation in zip(asked, generations, strict=True):
-        assert runtime.engine.decode is not None
         assert generation.text is not None
-        spelling, reply = Spelling(runtime.engine.decode), Text()
+        spelling, reply = runtime.spelling(), Text()
         for made in (Round(0, 0, generation.token_ids[:1]), *generation.rounds):
             for piece in spelling.add(made):
                 reply.append(piece.text, style=DRAFTED if piece.drafted else "")

@@ -11,7 +11,7 @@ from eyas.scripts.options import JsonOption
 
 
 def verify_engine(
-    head: Annotated[Path, typer.Argument(help="The head's folder.", metavar="HEAD")],
+    head: Annotated[str, typer.Argument(help="The head: a folder or a Hub id.", metavar="HEAD")],
     target: Annotated[str, typer.Option("--target", help="The target it drafts for.")],
     python: Annotated[
         Path,
@@ -30,17 +30,21 @@ def verify_engine(
     from eyas.data.encode import ChatTemplate
     from eyas.data.sources import read_prompts
     from eyas.models.head_files import read_head_files
+    from eyas.models.hub import resolve_head
     from eyas.models.target import load_tokenizer
-    from eyas.train.verify_engine import record_parity, verify_vllm
+    from eyas.train.verify_engine import record_parity, report_parity, verify_vllm
 
     if engine != "vllm":
         raise UserError(f"--engine takes vllm, given {engine!r}; other engines are judged by eyas doctor.")
     disable_progress_bar()
-    template = ChatTemplate(load_tokenizer(target), read_head_files(head).card.get("template_arguments", {}))
+    folder = resolve_head(head)
+    template = ChatTemplate(load_tokenizer(target), read_head_files(folder).card.get("template_arguments", {}))
     ids = [template.ids(list(prompt.messages), add_generation_prompt=True) for prompt in read_prompts(prompts)]
     chosen = ids[:: max(1, len(ids) // count)][:count]
-    parity = verify_vllm(head, target, python, prompts=chosen, depth=depth, max_new_tokens=max_new_tokens)
-    record_parity(head, parity)
+    parity = verify_vllm(folder, target, python, prompts=chosen, depth=depth, max_new_tokens=max_new_tokens)
+    if Path(head).is_dir():  # what a Hub id led to is a cache that others read too
+        record_parity(folder, parity)
+        report_parity(folder, parity)
     if as_json:
         typer.echo(json.dumps(parity.as_dict(), indent=2))
     else:

@@ -13,7 +13,7 @@ from eyas.models.checkpoint import save_head
 from eyas.models.export import export_head
 from eyas.models.launch import Serving
 from eyas.models.target import Target
-from eyas.tests.toys import save_tiny_model, tiny_head
+from eyas.tests.toys import save_tiny_model, tiny_eagle1, tiny_head
 from eyas.tests.vllm_job import run_ours, run_vllm, vllm_python
 from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
@@ -159,6 +159,22 @@ def test_every_kind_of_head_is_drafted_alike(
     parity = verify_vllm(
         tmp_path / "native", str(odd_model), vllm_python(), prompts=prompts, depth=DEPTH, max_new_tokens=40,
         served=tmp_path / "head",
+    )  # fmt: skip
+    assert parity.rounds_equal == parity.rounds_compared == 20, parity
+    assert parity.texts_equal == 2
+
+
+@pytest.mark.parametrize("name", ["native", "eagle1-vllm"])
+def test_an_eagle1_head_is_drafted_alike(name: str, odd_model: Path, tmp_path: Path) -> None:
+    target = Target.load(str(odd_model), dtype=torch.float32)
+    save_head(tiny_eagle1(target), tmp_path / "native", metadata={}, dtype=torch.float32)
+    serving = Serving("owner/target", "owner/head", depth=DEPTH, top_k=4, num_draft_tokens=8)
+    if name != "native":
+        export_head(tmp_path / "native", name, tmp_path / name, serving=serving, embeddings_of=str(odd_model))
+    prompts = [[ord(letter) % 256 for letter in f"say {number} again"] for number in range(2)]
+    parity = verify_vllm(
+        tmp_path / "native", str(odd_model), vllm_python(), prompts=prompts, depth=DEPTH, max_new_tokens=40,
+        served=tmp_path / name,
     )  # fmt: skip
     assert parity.rounds_equal == parity.rounds_compared == 20, parity
     assert parity.texts_equal == 2

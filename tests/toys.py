@@ -67,13 +67,12 @@ def tiny_eagle1(target: Target, *, num_layers: int = 1, seed: int = 1) -> Eagle1
     return head.eval()
 
 
-class OracleHead(Eagle3Head):
-    """A head that knows the text: at RoPE position p it predicts text[p + 2], whatever it is fed."""
+class ScriptedHead(Eagle3Head):
+    """A head that passes features on as any other does, but whose draft logits are those that `draft` says."""
 
-    def __init__(self, config: HeadConfig, text: list[int]) -> None:
-        super().__init__(config)
-        assert config.full_vocabulary
-        self.text = text
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        """Return draft logits_BTU at RoPE positions, from the features that a step takes and returns."""
+        raise NotImplementedError
 
     def step(
         self,
@@ -84,11 +83,27 @@ class OracleHead(Eagle3Head):
         *,
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        feature, _ = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
-        positions = position_ids_BT.expand_as(token_ids_BT)
-        known = torch.tensor([self.text[p + 2] if p + 2 < len(self.text) else 0 for p in positions.flatten().tolist()])
-        logits = 20.0 * nn.functional.one_hot(known, self.config.vocab_size).float()
-        return feature, logits[logits_at] if logits_at is not None else logits.view(*token_ids_BT.shape, -1)
+        next_BTD = self.advance(feature_BTD, token_ids_BT, position_ids_BT, context)
+        logits_BTU = self.draft(feature_BTD, next_BTD, position_ids_BT.expand_as(token_ids_BT))
+        return next_BTD, logits_BTU if logits_at is None else logits_BTU.flatten(0, 1)[logits_at]
+
+
+class OracleHead(ScriptedHead):
+    """A head that knows the text: at RoPE position p it predicts text[p + 2], whatever it is fed."""
+
+    def __init__(self, config: HeadConfig, text: list[int]) -> None:
+        super().__init__(config)
+        assert config.full_vocabulary
+        self.text = text
+
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        return 20.0 * nn.functional.one_hot(known_tokens(self.text, positions_BT), self.config.vocab_size).float()
+
+
+def known_tokens(text: list[int], positions_BT: Tensor) -> Tensor:
+    """Return the token two past each position of a text, 0 behind its end."""
+    known = [text[p + 2] if p + 2 < len(text) else 0 for p in positions_BT.flatten().tolist()]
+    return torch.tensor(known).view(positions_BT.shape)
 
 
 def oracle_head(target: Target, text: list[int]) -> OracleHead:

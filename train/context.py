@@ -19,6 +19,7 @@ from eyas.models.head_config import HeadConfig, default_aux_layers, head_config_
 from eyas.models.hub import resolve_head
 from eyas.models.kv_cache import attention_kinds
 from eyas.models.target import Target, load_tokenizer, model_fingerprint
+from eyas.models.target_parts import borrowed_parts
 from eyas.train.progress import Reporter
 from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, read_given, source_hash
 from eyas.train.ranks import launched_ranks
@@ -175,11 +176,20 @@ class RunContext:
     def _key(self, stage: str, *parts: object) -> str:
         return fingerprint({"stage": stage, "version": CODE_VERSION[stage], "parts": parts})
 
-    def load_target(self, dtype: str, *, tapped: bool, plain: bool = False) -> Target:
-        """Load the recipe's target in a dtype, with aux taps or without; `plain` leaves out the recipe's quantisation.
+    def load_borrowed(self) -> Target:
+        """Load what a head borrows of the target, in fp32: its plain weights, quantised ones being the same, rounded.
 
-        A head is initialised from plain weights: quantised ones are the same numbers, rounded.
+        The whole target is loaded, and said to be, where its files do not hold these parts plain.
         """
+        start = self.recipe.head.init == "target"
+        try:
+            return borrowed_parts(self.recipe.target.model, dtype=torch.float32, device=self.device, last_layer=start)
+        except UserError as error:
+            self.reporter.say(f"  loading the whole target: {error}")
+        return self.load_target("float32", tapped=False, plain=True)
+
+    def load_target(self, dtype: str, *, tapped: bool, plain: bool = False) -> Target:
+        """Load the recipe's target in a dtype, with aux taps or not; `plain` leaves out the recipe's quantisation."""
         disable_progress_bar()  # transformers' own, of a second's work
         section = self.recipe.target
         return Target.load(

@@ -17,6 +17,7 @@ from eyas.models.engines import ENGINES, Verdict, judge
 from eyas.models.errors import UserError
 from eyas.models.head_checks import Check, check_files
 from eyas.models.head_files import HeadFiles, read_head_files
+from eyas.models.head_layout import EMBEDDINGS
 from eyas.models.heads import HEADS
 from eyas.models.hub import resolve_head
 from eyas.models.import_head import RELAID, Answers, import_head
@@ -88,7 +89,7 @@ def _native(folder: Path, facts: TargetFacts, answers: Answers, checks: list[Che
     """Return the head as native files, importing it when it is in another layout."""
     try:
         files = read_head_files(folder)
-        if files.method and files.card.get("format") not in RELAID:
+        if files.method and files.card.get("format") not in RELAID and EMBEDDINGS not in files.tensors:
             return files
     except UserError:
         if not (folder / "config.json").is_file():

@@ -10,7 +10,9 @@ from typing import Any
 
 from eyas.data.sources import RowsRefused
 from eyas.models.errors import CheckFailed
+from eyas.models.size import DTYPE_BYTES
 from eyas.train.break_even import BreakEven, break_even_table
+from eyas.train.cards import Card
 from eyas.train.context import RunContext
 from eyas.train.machine import Speed, free_disk, free_memory
 from eyas.train.plan_disk import DISK, in_flight_bytes
@@ -50,12 +52,14 @@ class RunPlan:
     refusals: tuple[str, ...]
     smaller: tuple[str, ...]
     break_even: tuple[BreakEven, ...]
+    card: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-able values."""
         facts = self.facts
         return {
             "recipe": facts.recipe.name,
+            "card": self.card,
             "fits": not self.refusals,
             "target": asdict(facts.target),
             "head_parameters": facts.head.parameters,
@@ -82,15 +86,18 @@ class RunPlan:
         }
 
 
-def make_plan(context: RunContext, *, stages: tuple[str, ...] = STAGES, speed: Speed | None = None) -> RunPlan:
-    """Return the plan of a run that has some stages to do.
+def make_plan(
+    context: RunContext, *, stages: tuple[str, ...] = STAGES, speed: Speed | None = None, card: Card | None = None
+) -> RunPlan:
+    """Return the plan of a run that has some stages to do, on this machine or on a `card` of its own.
 
-    Without `speed` times and the break-even table are left out.
+    Without `speed` or a card times and the break-even table are left out.
     """
-    facts = gather_facts(context)
+    facts = gather_facts(context, on_card=card is not None)
+    speed = card.speed if card else speed
     limits = context.recipe.plan
     disk_limit = free_disk(context.folder.path) if limits.disk is None else int(limits.disk)
-    memory_limit = free_memory(context.device) if limits.memory is None else int(limits.memory)
+    memory_limit = int(limits.memory or 0) or (card.memory if card else free_memory(context.device))
     left = unfinished(context, stages)
     present = {name: _present(context.folder, name) if name in left else 0 for name in STAGES}
     planned = tuple(_stage(context, facts, name, present[name], speed) for name in STAGES)
@@ -111,6 +118,7 @@ def make_plan(context: RunContext, *, stages: tuple[str, ...] = STAGES, speed: S
         refusals=tuple(refusals),
         smaller=tuple(" ".join(f"--set {key}={value}" for key, value in changes) for changes in smaller),
         break_even=tuple(break_even_table(facts, speed)) if speed else (),
+        card=card.title if card else None,
     )
 
 
@@ -133,7 +141,7 @@ def advice(plan: RunPlan) -> str:
     """Return what to do about a plan that does not fit."""
     if plan.smaller:
         return f"It would fit with {', or with '.join(plan.smaller)}."
-    weights = plan.stages[0].phase.terms.get("target weights", 0)
+    weights = DTYPE_BYTES[plan.facts.recipe.synthesize.dtype] * plan.facts.target.parameters
     return (
         f"No smaller setting of the recipe fits (the target's weights alone take {human(weights)}): it needs another "
         "machine or target."

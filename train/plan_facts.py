@@ -100,13 +100,16 @@ class Facts:
         return 0 if config.full_vocabulary else 8 * config.draft_vocab_size + config.vocab_size
 
 
-def gather_facts(context: RunContext) -> Facts:
-    """Return the facts of a run; raises UserError where the recipe does not fit its target or its files."""
+def gather_facts(context: RunContext, *, on_card: bool = False) -> Facts:
+    """Return the facts of a run, on this machine's device or on a GPU that is not here.
+
+    Raises UserError where the recipe does not fit its target or its files.
+    """
     recipe = context.recipe
     prompts = read_all_prompts(recipe.evaluate.prompts)
     own = recipe.synthesize.self_heldout if recipe.evaluate.self_heldout else 0
     weights = Path(resolve_model(recipe.target.model)).glob("*.safetensors")
-    on_cpu = not context.device.startswith("cuda")
+    on_cpu = not on_card and not context.device.startswith("cuda")
     finished = context.folder.is_finished("synthesize", context.fingerprints["synthesize"])
     corpus = context.folder.of("synthesize")
     exact = finished and (corpus / "corpus.jsonl").is_file()  # where it is missing, the stage that reads it will say so

@@ -84,8 +84,19 @@ def settings_that_fit(facts: Facts, excess: Excess, *, most: int = 3) -> list[li
                 break
     if single:
         return single[:most]
+    if _excess_with(facts, _least(facts), excess):
+        return []
     together = _together(facts, excess)
     return [together] if together else []
+
+
+def _least(facts: Facts) -> list[Change]:
+    """Return the smallest value of every knob; the longest row first, on which the length of a line depends."""
+    changes: list[Change] = []
+    for key in reversed(KNOBS):
+        if values := KNOBS[key](facts_with(facts, with_changes(facts.recipe, changes))):
+            changes.append((key, values[-1]))
+    return changes
 
 
 def _together(facts: Facts, excess: Excess) -> list[Change]:

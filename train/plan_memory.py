@@ -48,14 +48,27 @@ def loading(facts: Facts, dtype: str) -> Phase:
     return Phase({"process": facts.base, "target weights": weights}, mapped)
 
 
+def borrowing(facts: Facts) -> Phase:
+    """Return the phase in which the parts that a head borrows are read, in fp32 (models/target_parts.py)."""
+    if stay_mapped(facts, "float32"):
+        return Phase({"process": facts.base})
+    numbers = 2 * facts.target.embedding + facts.target.parameters // facts.target.layers
+    return Phase({"process": facts.base, "parts of the target": 4 * numbers}, facts.weight_file)
+
+
 def stay_mapped(facts: Facts, dtype: str) -> int:
     """Return the bytes of the target's files where they are used as they are, 0 where weights are converted."""
     return facts.weight_file if facts.maps and facts.weight_dtype == dtype else 0
 
 
 def synthesize_phases(facts: Facts) -> list[Phase]:
-    """Weights, the head's packed copy, the KV cache, one step's logits as drawn from, one layer's keys in full."""
+    """Weights, the head's packed copy, the KV cache, one step's logits as drawn from, one layer's keys in full.
+
+    A server that writes has all of that in its own process.
+    """
     section, target = facts.recipe.synthesize, facts.target
+    if section.backend.kind != "local":
+        return [Phase({"process": facts.base})]
     size = DTYPE_BYTES[section.dtype]
     capacity = section.max_prompt_tokens + max(section.max_reply_tokens, section.self_prompt_tokens)
     given = max(facts.lengths.given, default=0)
@@ -75,22 +88,19 @@ def synthesize_phases(facts: Facts) -> list[Phase]:
 
 
 def extract_phases(facts: Facts) -> list[Phase]:
-    """Weights, one batch's states and activations, one shard's rows and their copy in the store's dtype."""
+    """Weights, one batch's states and activations, one shard's rows and their copy in the store's dtype.
+
+    vLLM spreads the weights over its devices. Where features are computed in training, nothing is stored here.
+    """
     section, target, counts = facts.recipe.extract, facts.target, facts.counts
     size, stored = DTYPE_BYTES[section.dtype], DTYPE_BYTES[section.state_dtype]
     states = facts.head_config.aux_width + target.hidden_size
-    longest = min(counts.longest_row, facts.recipe.train.line_length)
-    batch = max(section.tokens_per_batch, longest)
     shard = min(section.rows_per_shard, counts.stored_rows) * counts.stored_tokens // max(1, counts.stored_rows)
     mapped = stay_mapped(facts, section.dtype)
-    weights = 0 if mapped else size * target.parameters
-    work = {
-        "process": facts.base,
-        "target weights": weights,
-        "activations": size * batch * (2 * states + 6 * target.hidden_size + 3 * target.mlp_width),
-        "logits": size * ARGMAX_CHUNK * target.vocab_size,
-        "shard": shard * states * (size + stored),
-    }
+    forward = _feature_terms(facts)
+    weights = forward["target weights"]
+    stored_shard = {} if section.mode == "online" else {"shard": shard * states * (size + stored)}
+    work = {"process": facts.base, **forward, **stored_shard}
     check = {
         "process": facts.base,
         "target weights": weights,
@@ -99,11 +109,27 @@ def extract_phases(facts: Facts) -> list[Phase]:
     return [loading(facts, section.dtype), Phase(work, mapped), Phase(check, mapped)]
 
 
+def _feature_terms(facts: Facts) -> dict[str, int]:
+    """Return what computing the features of one batch takes, in extraction or while training."""
+    section, target = facts.recipe.extract, facts.target
+    size = DTYPE_BYTES[section.dtype]
+    states = facts.head_config.aux_width + target.hidden_size
+    longest = min(facts.counts.longest_row, facts.recipe.train.line_length)
+    batch = max(section.tokens_per_batch, longest)
+    weights = 0 if stay_mapped(facts, section.dtype) else size * target.parameters
+    return {
+        "target weights": weights // (section.vllm_tensor_parallel if section.backend == "vllm" else 1),
+        "activations": size * batch * (2 * states + 6 * target.hidden_size + 3 * target.mlp_width),
+        "logits": size * ARGMAX_CHUNK * target.vocab_size,
+    }
+
+
 def train_phases(facts: Facts) -> list[Phase]:
     """The head with gradients and moments, the embedding and teacher rows it borrows, and what one batch keeps.
 
     Of a TTT step the backward pass needs its activations, and of each supervised slot the output state with its
-    gradient: attention keeps no scores, and the loss works on one chunk of logits at a time.
+    gradient: attention keeps no scores, and the loss works on one chunk of logits at a time. Where features are
+    computed while training, the target is there too.
     """
     section, target, config = facts.recipe.train, facts.target, facts.head_config
     head = 4 * facts.head.parameters
@@ -142,8 +168,15 @@ def train_phases(facts: Facts) -> list[Phase]:
         "head that drafts": 2 * compute * facts.head.parameters,  # its packed copy included
         **_decoding_target(facts),
     }
+    online = _feature_terms(facts) if facts.recipe.extract.mode == "online" else {}
+    resident = {"target weights": online["target weights"]} if online else {}
     mapped = mapped_embedding + (extract_bytes(facts) if facts.maps else 0)
-    return [loading(facts, "float32"), Phase(work, mapped), Phase(validation, mapped)]
+    mapped += stay_mapped(facts, facts.recipe.extract.dtype) if online else 0
+    phases = [borrowing(facts), Phase(work | resident, mapped), Phase(validation | resident, mapped)]
+    if online:
+        forward = {"process": facts.base, "head, gradients, moments": head + learning, **online}
+        phases.append(Phase(forward, mapped))
+    return phases
 
 
 def _decoding_target(facts: Facts) -> dict[str, int]:
@@ -169,9 +202,13 @@ def evaluate_phases(facts: Facts) -> list[Phase]:
 
 
 def export_phases(facts: Facts) -> list[Phase]:
-    """The head in fp32 as loaded, and once more as written and read back."""
-    size = DTYPE_BYTES[facts.recipe.export.dtype]
-    return [Phase({"process": facts.base, "draft head": (8 + 3 * size) * facts.head.parameters})]
+    """The head in fp32 as loaded, and once more as written and read back; between the two, the target's fingerprint."""
+    size, dtype = DTYPE_BYTES[facts.recipe.export.dtype], facts.recipe.extract.dtype
+    mapped = stay_mapped(facts, dtype)
+    weights = 0 if mapped else DTYPE_BYTES[dtype] * facts.target.parameters
+    fingerprint = {"process": facts.base, "target weights": weights, "draft head": 4 * facts.head.parameters}
+    written = {"process": facts.base, "draft head": (8 + 3 * size) * facts.head.parameters}
+    return [loading(facts, dtype), Phase(fingerprint, mapped), Phase(written)]
 
 
 MEMORY: dict[str, Callable[[Facts], list[Phase]]] = {

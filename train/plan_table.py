@@ -15,7 +15,7 @@ def print_plan(plan: RunPlan) -> None:
     bound = "" if counts.exact else "at most "
     console.print(
         f"{facts.recipe.name}: target of {_count(facts.target.parameters)} parameters, head of "
-        f"{_count(facts.head.parameters)}\n"
+        f"{_count(facts.head.parameters)}{f', planned for one {plan.card}' if plan.card else ''}\n"
         f"corpus: {bound}{counts.rows} rows, {counts.tokens} tokens ({counts.reply_tokens} of them written by the "
         f"target); features: {bound}{counts.stored_rows} rows, {counts.stored_tokens} tokens",
         soft_wrap=True,
@@ -28,9 +28,10 @@ def print_plan(plan: RunPlan) -> None:
             else "  every reply counted at its limit (plan.reply_tokens: the mean you expect)"
         )
     console.print(_stage_table(plan))
+    speed = "the card's data sheet" if plan.card else "the machine's measured speed"
     notes = [
         "memory: highest resident size of a process; of it, mapped files may be dropped and need not fit",
-        f"time: the machine's measured speed; right within a factor of two; decoding assumes tau {ASSUMED_TAU:g}",
+        f"time: {speed}; right within a factor of two; decoding assumes tau {ASSUMED_TAU:g}",
     ]
     for note in notes:
         console.print(f"  {note}", soft_wrap=True)

@@ -47,16 +47,25 @@ def synthesize_seconds(facts: Facts, speed: Speed) -> float:
 def extract_seconds(facts: Facts, speed: Speed) -> float:
     """One forward of every token and of one row per shard, full logits where a slot is taught, and the writing."""
     section, counts, target = facts.recipe.extract, facts.counts, facts.target
+    if section.mode == "online":  # the checks alone: one batch, and a row of it alone
+        return 2 * forward_seconds(facts, speed, tokens=section.tokens_per_batch, dtype=section.dtype)
     rows = counts.stored_rows
     again = rows / section.rows_per_shard * counts.stored_tokens / max(1, rows)
-    body = 2 * (target.active - target.embedding) * (counts.stored_tokens + again)
-    heads = 2 * target.embedding * counts.stored_reply_tokens
     batches = counts.stored_tokens / section.tokens_per_batch + rows / section.rows_per_shard
     return (
-        (body + heads) / (speed.flops(section.dtype) * EFFICIENCY)
-        + batches * _dispatch(target.layers, speed)
+        _features_seconds(facts, speed, tokens=counts.stored_tokens + again)
+        + (batches - counts.stored_tokens / section.tokens_per_batch) * _dispatch(target.layers, speed)
         + 4 * extract_bytes(facts) / speed.bytes_per_second
     )
+
+
+def _features_seconds(facts: Facts, speed: Speed, *, tokens: float) -> float:
+    """Return the seconds to compute the features of tokens: all layers of each, full logits where a slot is taught."""
+    section, counts, target = facts.recipe.extract, facts.counts, facts.target
+    taught = tokens * counts.stored_reply_tokens / max(1, counts.stored_tokens)
+    flops = 2 * (target.active - target.embedding) * tokens + 2 * target.embedding * taught
+    batches = tokens / section.tokens_per_batch
+    return flops / (speed.flops(section.dtype) * EFFICIENCY) + batches * _dispatch(target.layers, speed)
 
 
 def train_seconds(facts: Facts, speed: Speed) -> float:
@@ -83,7 +92,11 @@ def train_seconds(facts: Facts, speed: Speed) -> float:
     check = 2 * drafted * facts.head.parameters / (speed.flops(dtype) * EFFICIENCY)
     checks = facts.steps // section.validate_every + 1
     saves = facts.steps / section.checkpoint_every * train_bytes(facts) / 3 / (speed.bytes_per_second / 4)
-    return section.accumulate * facts.steps * step + checks * check + saves
+    computed = 0.0
+    if facts.recipe.extract.mode == "online":
+        seen = section.accumulate * facts.steps * tokens + checks * held_out
+        computed = _features_seconds(facts, speed, tokens=seen)
+    return section.accumulate * facts.steps * step + checks * check + saves + computed
 
 
 def evaluate_seconds(facts: Facts, speed: Speed) -> float:

@@ -40,7 +40,7 @@ def run_train(context: RunContext) -> dict[str, Any]:
     accelerator = make_accelerator(context)
     torch.manual_seed(recipe.train.seed)
     corpus = load_corpus(context.folder.of("synthesize") / "corpus.jsonl")
-    target = context.load_target("float32", tapped=True, plain=True)
+    target = context.load_borrowed()
     vocabulary, coverage = choose_vocabulary(context, corpus, target.vocab_size)
     head = build_head(context, target, vocabulary)
     module = build_objective(context, head, target, vocabulary, accelerator.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from eyas.data.corpus import write_atomically
 from eyas.data.encode import ChatTemplate
 from eyas.data.synthesize import stop_token_ids
 from eyas.inference.acceptance import AcceptanceStats
@@ -26,6 +27,7 @@ from eyas.models.errors import UserError
 from eyas.models.head_files import CARD, SCHEMA, read_head_files
 from eyas.models.launch import VLLM_METHODS
 from eyas.models.target import Target, load_tokenizer
+from eyas.train.run_folder import RunFolder
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "vllm_acceptance.py"
 ROUNDS = 20  # of the first prompt, whose drafts must be equal token by token
@@ -151,6 +153,23 @@ def record_parity(folder: Path, parity: EngineParity) -> None:
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
     unfinished.replace(folder / CARD)
+
+
+def report_parity(folder: Path, parity: EngineParity) -> Path | None:
+    """Write an engine's result into report.json of the run that the head's folder stands in, and return its path.
+
+    None where it stands in no run, or in one that has evaluated for another target since.
+    """
+    run = RunFolder(folder.resolve().parent)
+    path = run.of("evaluate") / "report.json"
+    if run.of("export") != folder.resolve() or not path.is_file():
+        return None
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report.get("target_fingerprint") != read_head_files(folder).card.get("target_fingerprint"):
+        return None
+    report["engines"] = {**report.get("engines", {}), parity.engine: parity.as_dict()}
+    write_atomically(path, json.dumps(report, indent=2))
+    return path
 
 
 def _run(python: Path, job: dict[str, Any]) -> dict[str, Any]:

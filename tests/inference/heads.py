@@ -5,12 +5,13 @@ from torch import Tensor, nn
 
 from eyas.data.feature_row import FeatureRow
 from eyas.inference.engine import Engine, GenerationRequest
+from eyas.models.draft_layer import Attend
 from eyas.models.draft_vocabulary import DraftVocabulary
-from eyas.models.eagle3 import Attend, Eagle3Head
+from eyas.models.eagle3 import Eagle3Head
 from eyas.models.head_config import head_config_for
 from eyas.models.target import Target
 from eyas.models.warm_start import init_random, set_vocabulary
-from eyas.tests.toys import OracleHead
+from eyas.tests.toys import OracleHead, ScriptedHead, known_tokens
 
 
 class FlakyHead(OracleHead):
@@ -19,21 +20,12 @@ class FlakyHead(OracleHead):
     So a draft is right or wrong by the features of the whole path that leads to it, not only by its position.
     """
 
-    def step(
-        self,
-        feature_BTD: Tensor,
-        token_ids_BT: Tensor,
-        position_ids_BT: Tensor,
-        context: Attend,
-        *,
-        logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        feature, logits_BTV = super().step(feature_BTD, token_ids_BT, position_ids_BT, context)
-        direction = torch.linspace(-1, 1, feature.shape[-1]).sin()
-        along = nn.functional.normalize(feature, dim=-1) @ nn.functional.normalize(direction, dim=0)
-        wrong_BT = along > 0.25 * feature.shape[-1] ** -0.5
-        logits_BTV = torch.where(wrong_BT[..., None], logits_BTV.roll(1, -1), logits_BTV)
-        return feature, logits_BTV if logits_at is None else logits_BTV.flatten(0, 1)[logits_at]
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        logits_BTV = super().draft(feature_BTD, next_BTD, positions_BT)
+        direction = torch.linspace(-1, 1, next_BTD.shape[-1]).sin()
+        along = nn.functional.normalize(next_BTD, dim=-1) @ nn.functional.normalize(direction, dim=0)
+        wrong_BT = along > 0.25 * next_BTD.shape[-1] ** -0.5
+        return torch.where(wrong_BT[..., None], logits_BTV.roll(1, -1), logits_BTV)
 
 
 class TiedHead(OracleHead):
@@ -41,60 +33,31 @@ class TiedHead(OracleHead):
 
     sureness = 100.0
 
-    def step(
-        self,
-        feature_BTD: Tensor,
-        token_ids_BT: Tensor,
-        position_ids_BT: Tensor,
-        context: Attend,
-        *,
-        logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        feature, logits = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
-        return feature, logits * self.sureness
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        return super().draft(feature_BTD, next_BTD, positions_BT) * self.sureness
 
 
-class ReducedOracle(Eagle3Head):
+class ReducedOracle(ScriptedHead):
     """A head with a reduced vocabulary that knows the text wherever the token can be drafted at all."""
 
     text: list[int]
     draft_ids_V: Tensor
 
-    def step(
-        self,
-        feature_BTD: Tensor,
-        token_ids_BT: Tensor,
-        position_ids_BT: Tensor,
-        context: Attend,
-        *,
-        logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        feature, logits = super().step(feature_BTD, token_ids_BT, position_ids_BT, context)
-        positions = position_ids_BT.expand_as(token_ids_BT).flatten().tolist()
-        known = torch.tensor([self.text[p + 2] if p + 2 < len(self.text) else 0 for p in positions])
-        sure = nn.functional.one_hot(self.draft_ids_V[known].clamp(min=0), logits.shape[-1]).float()
-        return feature, sure.view_as(logits) if logits_at is None else sure[logits_at]
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        draft_ids_BT = self.draft_ids_V[known_tokens(self.text, positions_BT)].clamp(min=0)
+        return nn.functional.one_hot(draft_ids_BT, self.config.draft_vocab_size).float()
 
 
-class FixedHead(Eagle3Head):
+class FixedHead(ScriptedHead):
     """A head that drafts with the same logits everywhere."""
 
     fixed_logits_U: Tensor
 
-    def step(
-        self,
-        feature_BTD: Tensor,
-        token_ids_BT: Tensor,
-        position_ids_BT: Tensor,
-        context: Attend,
-        *,
-        logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        feature, logits = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
-        return feature, self.fixed_logits_U.expand_as(logits)
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        return self.fixed_logits_U.expand(*positions_BT.shape, -1)
 
 
-class TableHead(Eagle3Head):
+class TableHead(ScriptedHead):
     """An oracle of several texts at once; wrong at every third position when `flawed`.
 
     It tells from the target's states which text a row holds and passes that on in the first number of its feature, so
@@ -111,25 +74,17 @@ class TableHead(Eagle3Head):
         nearest_BT = torch.cdist(aux_hidden_BTF, self.states_SF[None]).argmin(-1)
         return torch.cat((self.owner_S[nearest_BT][..., None], feature_BTD[..., 1:]), dim=-1)
 
-    def step(
-        self,
-        feature_BTD: Tensor,
-        token_ids_BT: Tensor,
-        position_ids_BT: Tensor,
-        context: Attend,
-        *,
-        logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        feature, _ = super().step(feature_BTD, token_ids_BT, position_ids_BT, context, logits_at=logits_at)
-        feature = torch.cat((feature_BTD[..., :1], feature[..., 1:]), dim=-1)
-        owners = feature_BTD[..., 0].round().long().flatten().tolist()
-        known = []
-        for owner, p in zip(owners, position_ids_BT.expand_as(token_ids_BT).flatten().tolist(), strict=True):
-            text = self.texts[owner]
-            right = text[p + 2] if p + 2 < len(text) else 0
-            known.append((right + (self.flawed and p % 3 == 0)) % self.config.vocab_size)
-        logits = 20.0 * nn.functional.one_hot(torch.tensor(known), self.config.vocab_size).float()
-        return feature, logits[logits_at] if logits_at is not None else logits.view(*token_ids_BT.shape, -1)
+    def advance(self, feature_BTD: Tensor, token_ids_BT: Tensor, position_ids_BT: Tensor, context: Attend) -> Tensor:
+        next_BTD = super().advance(feature_BTD, token_ids_BT, position_ids_BT, context)
+        return torch.cat((feature_BTD[..., :1], next_BTD[..., 1:]), dim=-1)
+
+    def draft(self, feature_BTD: Tensor, next_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        owners_BT = feature_BTD[..., 0].round().long()
+        known_BT = torch.zeros_like(owners_BT)
+        for owner, text in enumerate(self.texts):
+            known_BT = torch.where(owners_BT == owner, known_tokens(text, positions_BT), known_BT)
+        wrong_BT = (positions_BT % 3 == 0) & self.flawed
+        return 20.0 * nn.functional.one_hot((known_BT + wrong_BT) % self.config.vocab_size, self.config.vocab_size)
 
 
 def table_head(target: Target, texts: list[list[int]], *, flawed: bool = False, seed: int = 3) -> TableHead:

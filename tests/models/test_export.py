@@ -16,6 +16,7 @@ from eyas.models.export import EXPORTS, export_head, same_tensors
 from eyas.models.head_files import read_head_files
 from eyas.models.head_layout import FLAGS
 from eyas.models.import_head import Answers, import_head
+from eyas.models.target_facts import TargetFacts
 from eyas.tests.engine_readers import READERS, draft_eagle1
 from eyas.tests.models.native_heads import (
     LAYERS,
@@ -26,6 +27,7 @@ from eyas.tests.models.native_heads import (
     target_and_head,
     write_native,
 )  # fmt: skip
+from eyas.tests.toys import save_tiny_model
 
 EAGLE3 = [name for name, export in EXPORTS.items() if export.method == "eagle3"]
 EAGLE1 = [name for name, export in EXPORTS.items() if export.method == "eagle1"]
@@ -226,3 +228,29 @@ def test_vllm_and_sglang_draft_the_same_from_an_eagle1_head(tmp_path: Path) -> N
     export_head(native, "eagle1-eagle", tmp_path / "without", serving=SERVING)
     random_bias = draft_eagle1(tmp_path / "without", "sglang", features, embeds, output)
     assert not torch.allclose(random_bias, drafts[0], atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["vllm", "speculators", "eagle1-vllm"])
+def test_embeddings_go_with_a_head_and_stay_behind_when_it_comes_back(name: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", vocab_size=97, layers=LAYERS)
+    native = tmp_path / "native"
+    if name.startswith("eagle1"):
+        write_native(eagle1_files(), native)
+    else:
+        save_native(target_and_head()[1], native, dtype=torch.bfloat16)
+    export_head(native, name, tmp_path / "out", serving=SERVING, embeddings_of=str(model))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    stored = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(found["embed_tokens.weight"], stored.to(found["fc.weight"].dtype))
+    again = import_head(tmp_path / "out", target=TargetFacts.of(str(model)), answers=Answers()).files
+    assert same_tensors(again.tensors, read_head_files(native).tensors)
+    with pytest.raises(UserError, match=r"embed_tokens.weight is there.*eyas import --target|midlayer"):
+        load_head(tmp_path / "out", dtype=torch.float32)
+
+
+def test_another_targets_embeddings_are_refused(tmp_path: Path) -> None:
+    native = save_native(target_and_head()[1], tmp_path / "native")
+    other = save_tiny_model(tmp_path / "model", layers=LAYERS)
+    with pytest.raises(UserError, match=r"are \(258, 40\), .* reads \(97, 40\); name the target"):
+        export_head(native, "vllm", tmp_path / "out", serving=SERVING, embeddings_of=str(other))
+    assert not (tmp_path / "out").exists()

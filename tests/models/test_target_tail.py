@@ -55,5 +55,5 @@ def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"stored quantised \(torch.int8\)"):
+    with pytest.raises(UserError, match=r"stored quantised or packed \(torch.int8"):
         TargetTail(str(folder), dtype=torch.float32)

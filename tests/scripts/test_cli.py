@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from eyas.scripts import cli
+from eyas.tests.scripts.command import Eyas, refused
 from eyas.tests.toys import save_tiny_model
 from eyas.tests.train.tiny_run import write_recipe
 from eyas.train import __main__ as train_main
@@ -19,44 +20,6 @@ from eyas.train import machine, pipeline
 from eyas.train.context import RunContext
 from eyas.train.machine import Speed
 from eyas.train.run_folder import STAGES
-
-
-class Outcome(NamedTuple):
-    code: object
-    out: str
-    err: str
-
-
-Eyas = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def recipe(model: Path, tmp_path: Path) -> Path:
-    return write_recipe(model, tmp_path)
-
-
-@pytest.fixture
-def eyas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Eyas:
-    """Return the `eyas` command, run in this process in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["eyas", *map(str, arguments)])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
@@ -89,15 +52,6 @@ def quick_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep the measurement of the machine short and out of the user's cache."""
     monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(machine, "measure", lambda device: Speed(1e11, 2e11, 1e10, 1e-6))
-
-
-def refused(outcome: Outcome) -> str:
-    """Return the one sentence that a refused command said."""
-    assert outcome.code == 2
-    assert outcome.out == ""
-    (line,) = outcome.err.splitlines()
-    assert line.startswith("error: ")
-    return line.removeprefix("error: ")
 
 
 @pytest.mark.parametrize(
@@ -261,6 +215,21 @@ def test_a_plan_that_does_not_fit_has_exit_code_1_and_says_what_would(
     assert set(made["stages"]) == set(STAGES)
     assert "but 1.0 MB may be used" in eyas("run", recipe, "--set", "plan.disk=1MB").err
     assert eyas("run", recipe, "--set", "plan.disk=1MB").code == 1
+
+
+def test_a_plan_for_another_card_measures_nothing_here(
+    eyas: Eyas, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(device: str) -> Speed:
+        raise AssertionError("this machine was measured")
+
+    monkeypatch.setattr(machine, "measured_speed", measured)
+    outcome = eyas("plan", recipe, "--card", "h200")
+    assert outcome.code == 0, outcome.err
+    assert "planned for one H200 SXM, 141 GB" in outcome.out
+    assert "time: the card's data sheet" in outcome.out
+    assert outcome.out.splitlines()[-1].endswith(" of 141 GB memory")
+    assert "Did you mean 'h100'?" in refused(eyas("plan", recipe, "--card", "h101"))
 
 
 def test_a_limit_that_is_no_size_is_bad_usage(eyas: Eyas, recipe: Path) -> None:

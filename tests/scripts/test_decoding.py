@@ -2,9 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +15,10 @@ from eyas.inference.spelling import Piece
 from eyas.models.checkpoint import save_head
 from eyas.models.errors import UserError
 from eyas.models.target import Target
-from eyas.scripts import cli
 from eyas.scripts.decoding import parse_tree
 from eyas.scripts.terminal import LiveReply
+from eyas.tests.scripts.command import Eyas, Outcome
 from eyas.tests.toys import save_tiny_model, tiny_head
-
-
-class Outcome(NamedTuple):
-    code: object
-    out: str
-    err: str
-
-
-Eyas = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +32,6 @@ def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads") / "head"
     save_head(tiny_head(target), folder, metadata={"target": str(model)}, dtype=torch.float32)
     return folder
-
-
-@pytest.fixture
-def eyas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Eyas:
-    """Return the `eyas` command, run in this process in an empty folder; `said` is its standard input."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object, said: str = "") -> Outcome:
-        capsys.readouterr()
-        monkeypatch.setattr("sys.argv", ["eyas", *map(str, arguments)])
-        monkeypatch.setattr("sys.stdin", io.StringIO(said))
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call
 
 
 def report(outcome: Outcome) -> dict[str, Any]:
@@ -174,7 +144,10 @@ def test_a_conversation_that_outgrows_the_target_is_told_and_goes_on(eyas: Eyas,
         (("generate", "{head}"), ["nothing to answer; give --prompt TEXT or --prompts FILE"]),
         (("generate", "{head}", "--prompt", " "), ["a --prompt is empty"]),
         (("generate", "none", "--prompt", "x"), ["name the target: --target MODEL"]),
-        (("generate", "gone", "--target", "{model}", "--prompt", "x"), ["cannot read a head from 'gone'"]),
+        (
+            ("generate", "gone", "--target", "{model}", "--prompt", "x"),
+            ["there is no head folder 'gone'"],
+        ),
         (("generate", "{head}", "--prompt", "x", "--tree", "chian:3"), ["--tree 'chian:3'", "Did you mean 'chain'?"]),
         (("generate", "{head}", "--prompt", "x", "--tree", "dynamic:3,4"), ["dynamic:DEPTH,TOP_K,NODES"]),
         (("generate", "{head}", "--prompt", "x", "--tree", "chain:x"), ["chain:DEPTH"]),

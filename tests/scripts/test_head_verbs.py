@@ -1,43 +1,14 @@
 """`eyas export HEAD`, `eyas import` and `eyas doctor` as a user types them."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from safetensors import safe_open
 
-from eyas.scripts import cli
 from eyas.tests.models.native_heads import save_native, target_and_head
+from eyas.tests.scripts.command import Eyas
 from eyas.tests.toys import save_tiny_model
-
-
-class Outcome(NamedTuple):
-    code: object
-    out: str
-    err: str
-
-
-Eyas = Callable[..., Outcome]
-
-
-@pytest.fixture
-def eyas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Eyas:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["eyas", *map(str, arguments)])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
@@ -52,6 +23,16 @@ def test_a_head_is_exported_by_format(eyas: Eyas, head: Path) -> None:
     assert "vllm serve owner/other" in Path("out/README.md").read_text()
 
 
+def test_the_targets_embeddings_are_exported_on_request(eyas: Eyas, head: Path, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", vocab_size=97, layers=8)
+    done = eyas("export", head, "--format", "vllm", "--out", "out", "--target", model, "--with-embeddings")
+    assert done.code == 0, done.err
+    with safe_open("out/model.safetensors", framework="pt") as file:
+        assert file.get_slice("embed_tokens.weight").get_shape() == [97, 40]
+    checked = json.loads(eyas("doctor", "out", "--target", model, "--no-decode", "--json").out)
+    assert "its embeddings equal the target's and were left out" in json.dumps(checked["checks"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -60,6 +41,7 @@ def test_a_head_is_exported_by_format(eyas: Eyas, head: Path) -> None:
         (["head", "--format", "vlm", "--out", "out"], "Did you mean 'vllm'?"),
         (["no/such/head", "--format", "vllm", "--out", "out"], "there is no head folder 'no/such/head'"),
         (["head", "--format", "vllm", "--out", "out", "--set", "a.b=1"], "--set belongs to recipes"),
+        (["recipe.yaml", "--with-embeddings"], "--with-embeddings goes with --format"),
     ],
 )
 def test_a_wrong_export_is_one_sentence(eyas: Eyas, head: Path, arguments: list[str], sentence: str) -> None:

@@ -10,10 +10,9 @@ from eyas.data.corpus import load_corpus
 from eyas.data.supervision import CLOSE, OPEN
 from eyas.tests.data.test_sources import DIRTY
 from eyas.tests.data.test_supervision import Page
-from eyas.tests.scripts.test_cli import Eyas, eyas, model, recipe, refused
+from eyas.tests.scripts.command import Eyas, refused
 from eyas.tests.toys import byte_tokenizer
 
-__all__ = ["eyas", "model", "recipe"]  # fixtures
 GOOD = [json.dumps({"id": f"good-{n}", "question": f"what is {n} and {n}?"}) for n in range(4)]
 
 

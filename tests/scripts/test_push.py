@@ -22,6 +22,7 @@ from eyas.tests.hub_server import TOKEN, HubServer, hub
 from eyas.tests.toys import save_tiny_model
 
 REPO = "someone/a-head"
+ASK = ("--prompt", "hello", "--max-new-tokens", 12, "--json")
 ENTRY = {
     "method": "chain", "temperature": 0.0, "prompt_set": "all", "prompts": 96, "tau": 1.4921, "survival": [0.32, 0.11],
     "tokens_per_second": 22.4, "speedup": 1.17,
@@ -93,7 +94,11 @@ def test_a_head_goes_up_and_comes_down_by_its_name_and_drafts_the_same(
     reports = [eyas(server, tmp_path / "home", "doctor", name, "--target", model, "--json") for name in (REPO, head)]
     taus = [json.loads(report.stdout)["acceptance"]["tau"] for report in reports]
     assert taus[0] == taus[1] > 5  # a chain of 5 and the bonus token, but for the last round
-    for text in (pushed, there, *reports):
+    written = [eyas(server, tmp_path / "home", "generate", n, "--target", model, *ASK) for n in (REPO, head)]
+    assert (
+        json.loads(written[0].stdout)["results"][0]["rounds"] == json.loads(written[1].stdout)["results"][0]["rounds"]
+    )
+    for text in (pushed, there, *reports, *written):
         assert TOKEN not in text.stdout + text.stderr
     assert not any(TOKEN.encode() in content for content in uploaded.values())
 

@@ -12,13 +12,14 @@ from eyas.models.size import TargetSize
 from eyas.tests.toys import save_tiny_model
 from eyas.tests.train.tiny_run import tiny_recipe
 from eyas.train.break_even import break_even_table, round_cost
+from eyas.train.cards import Card
 from eyas.train.context import RunContext
 from eyas.train.machine import Speed
 from eyas.train.pipeline import run_stages
 from eyas.train.plan import check_plan, human, make_plan
 from eyas.train.plan_corpus import PromptLengths, count_allowed
 from eyas.train.plan_disk import DISK, measurements
-from eyas.train.plan_facts import HeadSize, gather_facts
+from eyas.train.plan_facts import CUDA_CONTEXT, HeadSize, gather_facts
 from eyas.train.plan_memory import MEMORY, loading
 from eyas.train.plan_time import TIME, forward_seconds
 from eyas.train.progress import Reporter
@@ -113,6 +114,47 @@ def test_weights_used_as_stored_stay_mapped_and_converted_ones_are_read_beside_t
     assert (as_stored.terms, as_stored.mapped) == ({"process": facts.base}, 0)
     assert (converted.terms["target weights"], converted.mapped) == (2 * facts.target.parameters, file)
     assert [phase.mapped for phase in MEMORY["extract"](facts)] == [0, file, file]
+
+
+def test_the_target_is_counted_where_it_is(model: Path, tmp_path: Path) -> None:
+    """Online it is in the training process; a server that writes and vLLM's devices have it in theirs."""
+    half = {"dtype": "bfloat16"}
+    stored = gather_facts(context_of(model, tmp_path, extract=half))
+    online = gather_facts(context_of(model, tmp_path, extract={**half, "mode": "online"}))
+    weights = 2 * stored.target.parameters
+    assert all("target weights" not in phase.terms for phase in MEMORY["train"](stored))
+    for phase in MEMORY["train"](online)[1:]:
+        assert phase.terms["target weights"] == weights
+    assert [phase.terms.get("shard") for phase in MEMORY["extract"](online)] == [None] * 3
+    assert (DISK["extract"](online), TIME["extract"](online, SPEED) < TIME["extract"](stored, SPEED)) == (0, True)
+    assert TIME["train"](online, SPEED) > TIME["train"](stored, SPEED)
+
+    server = {"backend": {"kind": "openai", "url": "http://localhost:8000/v1"}}
+    served = gather_facts(context_of(model, tmp_path, synthesize=server))
+    assert [phase.terms for phase in MEMORY["synthesize"](served)] == [{"process": served.base}]
+    spread = {**half, "backend": "vllm", "vllm_python": "python", "vllm_tensor_parallel": 2}
+    spread_facts = gather_facts(context_of(model, tmp_path, extract=spread))
+    assert MEMORY["extract"](spread_facts)[1].terms["target weights"] == weights // 2
+
+
+def test_training_reads_the_parts_that_a_head_borrows(model: Path, tmp_path: Path) -> None:
+    context = context_of(model, tmp_path)
+    facts = replace(gather_facts(context), weight_dtype="bfloat16")
+    first = MEMORY["train"](facts)[0]
+    layer = facts.target.parameters // facts.target.layers
+    assert first.terms["parts of the target"] == 4 * (2 * 258 * 40 + layer)
+    borrowed = {p.data_ptr(): p.numel() for p in context.load_borrowed().model.parameters() if not p.is_meta}
+    assert 4 * sum(borrowed.values()) <= first.terms["parts of the target"]
+
+
+def test_a_plan_for_a_card_has_its_memory_and_its_speed(model: Path, tmp_path: Path) -> None:
+    card = Card("a card", 700 * MB, GPU)
+    plan = make_plan(context_of(model, tmp_path), card=card)
+    assert (plan.memory_limit, plan.facts.base, plan.facts.maps) == (700 * MB, CUDA_CONTEXT, False)
+    assert plan.as_dict()["card"] == "a card"
+    assert plan.stages[0].seconds == TIME["synthesize"](plan.facts, GPU)
+    small = make_plan(context_of(model, tmp_path), card=replace(card, memory=CUDA_CONTEXT))
+    assert "but 629 MB may be used" in small.refusals[0]
 
 
 def test_epochs_averages_and_muon_are_counted(model: Path, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import torch
 
 from eyas.inference.acceptance import AcceptanceStats
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.models.checkpoint import save_head
+from eyas.models.checkpoint import load_head, save_head
 from eyas.models.errors import UserError
 from eyas.models.head_files import read_head_files
 from eyas.models.target import Target
-from eyas.tests.toys import save_tiny_model, tiny_head
-from eyas.train.verify_engine import EngineParity, RecordedChain, record_parity, verify_vllm
+from eyas.tests.toys import save_tiny_model, tiny_eagle1, tiny_head
+from eyas.train.verify_engine import EngineParity, RecordedChain, record_parity, report_parity, verify_vllm
 
 DEPTH, TOKENS, LAYERS = 3, 12, (2, 4, 5)
 PROMPTS = [[5, 6, 7, 8], [100, 101]]
@@ -36,17 +36,14 @@ def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(model: Path, head: Path) -> dict[str, Any]:
-    """What an engine that agrees with us in everything would report."""
-    from eyas.models.checkpoint import load_head
+    return truth_of(model, head)
 
-    target = Target.load(str(model), dtype=torch.float32, aux_layers=LAYERS)
-    chain = RecordedChain(DEPTH)
-    engine, stats, texts, drafted = (
-        Engine(target, load_head(head, dtype=torch.float32), chain),
-        AcceptanceStats(3),
-        [],
-        [],
-    )
+
+def truth_of(model: Path, folder: Path) -> dict[str, Any]:
+    """Return what an engine that agrees with us in everything would report."""
+    head, chain = load_head(folder, dtype=torch.float32), RecordedChain(DEPTH)
+    target = Target.load(str(model), dtype=torch.float32, aux_layers=head.config.aux_layers)
+    engine, stats, texts, drafted = Engine(target, head, chain), AcceptanceStats(DEPTH), [], []
     stop = frozenset({int(target.config.eos_token_id)})
     for prompt in PROMPTS:
         chain.drafts.clear()
@@ -60,7 +57,9 @@ def truth(model: Path, head: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stand_in(folder: Path, report: dict[str, Any], *, plain: list[list[int]] | None = None) -> Path:
+def stand_in(
+    folder: Path, report: dict[str, Any], *, plain: list[list[int]] | None = None, method: str = "eagle3"
+) -> Path:
     """Write an executable that is called as `python -I PROGRAM IN OUT` and answers with a report."""
     answers = {"head": report, "plain": {**report, "token_ids": plain or report["token_ids"]}}
     (folder / "answers.json").write_text(json.dumps(answers))
@@ -70,7 +69,7 @@ def stand_in(folder: Path, report: dict[str, Any], *, plain: list[list[int]] | N
         "import json, pathlib, sys\n"
         "job = json.loads(pathlib.Path(sys.argv[3]).read_text())\n"
         f"answers = json.loads(pathlib.Path({str(folder / 'answers.json')!r}).read_text())\n"
-        "assert job['method'] == 'eagle3' and job['dtype'] == 'float32', job\n"
+        f"assert (job['method'], job['dtype']) == ({method!r}, 'float32'), job\n"
         "answer = answers['head' if job['head'] else 'plain']\n"
         "pathlib.Path(sys.argv[4]).write_text(json.dumps(answer))\n"
     )
@@ -94,6 +93,32 @@ def test_an_engine_that_agrees_passes_and_is_written_to_the_card(
     assert card["note"] == "kept"
     assert card["engines"]["vLLM"]["texts_equal"] == 2
     assert card["engines"]["vLLM"]["passed"] is True
+
+
+def test_an_eagle1_head_is_served_by_the_engines_own_name_for_it(model: Path, tmp_path: Path) -> None:
+    target = Target.load(str(model), dtype=torch.float32)
+    save_head(tiny_eagle1(target), tmp_path / "head", metadata={}, dtype=torch.float32)
+    parity = verify(tmp_path / "head", model, stand_in(tmp_path, truth_of(model, tmp_path / "head"), method="eagle"))
+    assert parity.passed
+
+
+def test_the_result_stands_in_the_report_of_the_run_that_made_the_head(
+    head: Path, model: Path, truth: dict[str, Any], tmp_path: Path
+) -> None:
+    parity = verify(head, model, stand_in(tmp_path, truth))
+    assert report_parity(head, parity) is None  # a head that stands in no run
+    target = Target.load(str(model), dtype=torch.float32, aux_layers=LAYERS)
+    made = tmp_path / "run" / "head"
+    save_head(tiny_head(target), made, metadata={"target_fingerprint": "abc"}, dtype=torch.float32)
+    report = tmp_path / "run" / "evaluation" / "report.json"
+    report.parent.mkdir()
+    report.write_text(json.dumps({"target_fingerprint": "abc", "results": [1]}))
+    assert report_parity(made, parity) == report.resolve()
+    found = json.loads(report.read_text())
+    assert (found["results"], found["engines"]["vLLM"]["passed"]) == ([1], True)
+    report.write_text(json.dumps({"target_fingerprint": "another"}))
+    assert report_parity(made, parity) is None
+    assert json.loads(report.read_text()) == {"target_fingerprint": "another"}
 
 
 @pytest.mark.parametrize("change", ["draft", "text", "plain", "length"])
