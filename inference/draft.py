@@ -8,13 +8,17 @@ A static tree (EAGLE-1) has the same shape in every round: see `static_tree.py`.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from eyas.inference.static_tree import EAGLE1_PATHS, StaticShape
 from eyas.inference.tree import DraftTree
+from eyas.kernels.build_tree import Trees, build_tree
+from eyas.kernels.draft_top_k import MAX_K, draft_top_k
+from eyas.kernels.tree_layout import ancestor_mask, pack_ancestors
+from eyas.kernels.triton_support import available
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 
@@ -54,6 +58,29 @@ class TreeMaker(Protocol):
     def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]: ...
 
 
+@runtime_checkable
+class FixedMaker(TreeMaker, Protocol):
+    """A maker whose trees all have one number of nodes: it can draft without the host."""
+
+    def num_nodes(self, draft_vocab_size: int) -> int:
+        """Return how many nodes every tree of a head with so many draft tokens has, root included."""
+        ...
+
+    def grow(self, state: HeadState, root_R: Tensor) -> Trees:
+        """Return the trees of `make` as tensors on the head's device; reads nothing back."""
+        ...
+
+
+def best_children(logits_RKU: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities, draft ids) of the k likeliest children of every node, [R, K, k], best first."""
+    if available(logits_RKU.device) and k <= MAX_K:
+        best = draft_top_k(logits_RKU, k)
+        return best.log_probs_BNK, best.ids_BNK
+    log_p_RKU = torch.log_softmax(logits_RKU.float(), -1)
+    values, ids = log_p_RKU.max(-1, keepdim=True) if k == 1 else log_p_RKU.topk(k)
+    return values, ids
+
+
 @dataclass(frozen=True)
 class ChainTree:
     """The head's own greedy continuation, `depth` tokens."""
@@ -76,22 +103,41 @@ class ChainTree:
         """A chain can be drawn by any head."""
 
     def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
-        features_R1D, logits_RU = state.features_RD[:, None], state.logits_RU
-        total_R = torch.zeros(len(roots), device=logits_RU.device)
+        tokens_RK, scores_RK = self._levels(state)
+        rows = zip(roots, tokens_RK.tolist(), scores_RK.tolist(), strict=True)
+        return [DraftTree.chain(root, row_tokens, row_scores) for root, row_tokens, row_scores in rows]
+
+    def grow(self, state: HeadState, root_R: Tensor) -> Trees:
+        """Return the same chains as tensors on the head's device, all of one shape; reads nothing back."""
+        tokens_RK, scores_RK = self._levels(state)
+        node_RN = torch.arange(self.max_nodes, device=root_R.device).expand(len(root_R), -1)
+        whole_R = torch.full_like(root_R, self.max_nodes)
+        return Trees(
+            tokens_BN=torch.cat((root_R[:, None], tokens_RK), dim=1),
+            parents_BN=node_RN - 1,
+            depths_BN=node_RN,
+            scores_BN=torch.cat((torch.zeros_like(scores_RK[:, :1]), scores_RK), dim=1),
+            ancestors_BNW=pack_ancestors(ancestor_mask(node_RN - 1, whole_R)),
+        )
+
+    def num_nodes(self, draft_vocab_size: int) -> int:
+        return self.max_nodes
+
+    def _levels(self, state: HeadState) -> tuple[Tensor, Tensor]:
+        """Return (tokens_RK, scores_RK) of the chain below every root."""
+        R, device = len(state.logits_RU), state.logits_RU.device
+        features_R1D, logits_R1U = state.features_RD[:, None], state.logits_RU[:, None]
+        total_R1 = torch.zeros(R, 1, device=device)
         tokens, scores = [], []
         for level in range(1, self.depth + 1):
-            best = torch.log_softmax(logits_RU.float(), -1).max(-1)
-            total_R = total_R + best.values
-            tokens.append(state.head.to_target_ids(best.indices))
-            scores.append(total_R)
+            log_p_R11, ids_R11 = best_children(logits_R1U, 1)
+            total_R1 = total_R1 + log_p_R11[:, 0]
+            tokens.append(state.head.to_target_ids(ids_R11[:, 0]))
+            scores.append(total_R1)
             if level < self.depth:
-                mask = torch.ones(len(roots), 1, level, dtype=torch.bool, device=total_R.device)
-                features_R1D, logits_R1U = state.expand(
-                    features_R1D, tokens[-1][:, None], depth=level, tree_mask_RKN=mask
-                )
-                logits_RU = logits_R1U[:, 0]
-        rows = zip(roots, torch.stack(tokens, 1).tolist(), torch.stack(scores, 1).tolist(), strict=True)
-        return [DraftTree.chain(root, row_tokens, row_scores) for root, row_tokens, row_scores in rows]
+                mask = torch.ones(R, 1, level, dtype=torch.bool, device=device)
+                features_R1D, logits_R1U = state.expand(features_R1D, tokens[-1], depth=level, tree_mask_RKN=mask)
+        return torch.cat(tokens, 1), torch.cat(scores, 1)
 
 
 @dataclass(frozen=True)
@@ -122,16 +168,29 @@ class DynamicTree:
         """A tree that is wider than the draft vocabulary takes all of it."""
 
     def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
+        if available(state.logits_RU.device):
+            trees = self.grow(state, torch.tensor(roots, device=state.logits_RU.device))
+            return [DraftTree(*row) for row in zip(*(column.cpu() for column in trees[:4]), strict=True)]
         return self._rerank(roots, *(column.cpu() for column in self._candidates(state)))
+
+    def grow(self, state: HeadState, root_R: Tensor) -> Trees:
+        """Return the same trees as tensors on the head's device, all of one shape; reads nothing back."""
+        tokens_RP, parents_RP, depths_RP, scores_RP = self._candidates(state)
+        count = self.num_nodes(state.head.config.draft_vocab_size) - 1
+        return build_tree(root_R, tokens_RP, parents_RP, depths_RP[0], scores_RP, num_draft_tokens=count)
+
+    def num_nodes(self, draft_vocab_size: int) -> int:
+        k = min(self.top_k, draft_vocab_size)
+        return 1 + min(self.num_draft_tokens, k + (self.depth - 1) * k**2)
 
     def _candidates(self, state: HeadState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (tokens, parents, depths, scores) of every candidate in level order, [R, P], on the head's device."""
         logits_RU = state.logits_RU
         R, device = len(logits_RU), logits_RU.device
         k = min(self.top_k, state.head.config.draft_vocab_size)
-        best = torch.log_softmax(logits_RU.float(), -1).topk(k)
+        log_p_R1K, ids_R1K = best_children(logits_RU[:, None], k)
         # The pool lists every candidate in level order; a parent is a pool index, -1 for the root.
-        tokens, scores = [state.head.to_target_ids(best.indices)], [best.values]
+        tokens, scores = [state.head.to_target_ids(ids_R1K[:, 0])], [log_p_R1K[:, 0]]
         parents = [torch.full((R, k), -1, device=device)]
         depths = [torch.ones(R, k, dtype=torch.int64, device=device)]
         frontier, pool_size = torch.arange(k, device=device).expand(R, k), k
@@ -140,9 +199,9 @@ class DynamicTree:
         own = seen = torch.eye(k, dtype=torch.bool, device=device).expand(R, k, k)
         for depth in range(2, self.depth + 1):
             features, logits = state.expand(features, frontier_tokens, depth=depth - 1, tree_mask_RKN=seen)
-            child = torch.log_softmax(logits.float(), -1).topk(k)
-            totals = (child.values + frontier_scores[..., None]).flatten(1)
-            child_tokens = state.head.to_target_ids(child.indices).flatten(1)
+            log_p_RKK, ids_RKK = best_children(logits, k)
+            totals = (log_p_RKK + frontier_scores[..., None]).flatten(1)
+            child_tokens = state.head.to_target_ids(ids_RKK).flatten(1)
             tokens.append(child_tokens)
             scores.append(totals)
             parents.append(frontier.repeat_interleave(k, dim=1))
@@ -222,10 +281,10 @@ class StaticTree:
                     features_RKD[:, origin], tokens[-1][:, run], depth=depth, tree_mask_RKN=mask
                 )
                 above_RK = scores[-1][:, run]
-            best = torch.log_softmax(logits_RKU.float(), -1).topk(level.width)
+            log_p_RKW, ids_RKW = best_children(logits_RKU, level.width)
             parent, rank = torch.tensor(level.parent, device=device), torch.tensor(level.rank, device=device)
-            tokens.append(state.head.to_target_ids(best.indices[:, parent, rank]))
-            scores.append(above_RK[:, parent] + best.values[:, parent, rank])
+            tokens.append(state.head.to_target_ids(ids_RKW[:, parent, rank]))
+            scores.append(above_RK[:, parent] + log_p_RKW[:, parent, rank])
         rows = zip(torch.cat(tokens, 1).cpu(), torch.cat(scores, 1).cpu(), strict=True)
         shape = self.shape
         return [DraftTree(row_tokens, shape.parents_N, shape.depths_N, row_scores) for row_tokens, row_scores in rows]

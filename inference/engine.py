@@ -14,6 +14,7 @@ from eyas.inference.eagle_drafter import EagleDrafter
 from eyas.inference.request import Decode, Generation, GenerationRequest, Round
 from eyas.inference.session import Event, Session
 from eyas.inference.verify import DRAWN
+from eyas.kernels.triton_support import available
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.models.target import Target
@@ -34,10 +35,13 @@ class Engine:
         batch: int = 8,
         drawn_verifier: str = "block",
         decode: Decode | None = None,
+        fixed: bool | None = None,
+        graphs: bool = True,
     ) -> None:
         """Raise UserError when drafter and target do not belong together.
 
-        `decode` turns generated ids into text; stop strings and `Generation.text` need it.
+        `decode` turns generated ids into text; stop strings and `Generation.text` need it. `fixed` runs rounds in fixed
+        shapes, without asking the host in between (None: on a GPU that has kernels), and `graphs` as CUDA graphs.
         """
         if (head is None) != (tree is None):
             raise UserError("give the engine both a head and a tree, or neither (plain decoding).")
@@ -57,10 +61,19 @@ class Engine:
         self.batch = batch
         self.drawn_verifier = drawn_verifier
         self.decode = decode
+        self.fixed = target.device.type == "cuda" and available(target.device) if fixed is None else fixed
+        self.graphs = graphs
 
     def session(self) -> Session:
         """Return a session without requests, to join and run round by round."""
-        return Session(self.target, self.drafter, drawn_verifier=self.drawn_verifier, decode=self.decode)
+        return Session(
+            self.target,
+            self.drafter,
+            drawn_verifier=self.drawn_verifier,
+            decode=self.decode,
+            fixed=self.fixed,
+            graphs=self.graphs,
+        )
 
     @overload
     def generate(self, requests: GenerationRequest) -> Generation: ...

@@ -1,6 +1,6 @@
 """How a request samples: temperature, then top-k, then top-p (the Hugging Face order), and which coins it uses.
 
-`Sampling.probabilities` is the definition, for one vector; `probabilities` does the same for rows of different settings
+The definition is `kernels/truncate.py`'s, ties included; `probabilities` does the same for rows of different settings
 and sorts only as much of a row as its top-p needs. Coins are numbered: coin i decides token i of a request, whoever
 proposes it, so at one seed the text of a deterministic tree is the text of plain sampling.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from eyas.kernels.truncate import probabilities_reference
 from eyas.models.errors import UserError
 
 DRAFT_SEED = (
@@ -36,15 +37,7 @@ class Sampling:
     def probabilities(self, logits_V: Tensor) -> Tensor:
         """Return the fp64 distribution the request samples from, for one vector of logits."""
         assert self.temperature > 0, "greedy requests have no distribution"
-        logits = logits_V.double() / self.temperature
-        if 0 < self.top_k < len(logits):
-            threshold = logits.topk(self.top_k).values[-1]
-            logits = logits.masked_fill(logits < threshold, float("-inf"))
-        if self.top_p < 1:
-            ranked = logits.sort(descending=True)
-            before = ranked.values.softmax(-1).cumsum(-1) - ranked.values.softmax(-1)
-            logits = logits.index_fill(0, ranked.indices[before >= self.top_p], float("-inf"))
-        return logits.softmax(-1)
+        return probabilities_reference(logits_V[None], self.temperature, self.top_k, self.top_p)[0]
 
 
 def probabilities(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
@@ -67,7 +60,10 @@ def probabilities(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
 
 
 def _keep_nucleus(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Return logits whose tail behind the mass top_p is -inf; looks at 64 tokens, then at 8 times more, and so on."""
+    """Return logits whose tail behind the mass top_p is -inf; looks at 64 tokens, then at 8 times more, and so on.
+
+    The last one kept takes its equals along, wherever they stand.
+    """
     weights, count = logits_RV.softmax(-1), 64
     while True:
         best = weights.topk(min(count, weights.shape[-1]))
@@ -76,8 +72,8 @@ def _keep_nucleus(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
             break
         count *= 8
     kept = (upto - best.values) < top_p_R[:, None]
-    tail = torch.full_like(logits_RV, float("-inf"))
-    return tail.scatter(1, best.indices, logits_RV.gather(1, best.indices).masked_fill(~kept, float("-inf")))
+    least_R1 = logits_RV.gather(1, best.indices).masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
+    return logits_RV.masked_fill(logits_RV < least_R1, float("-inf"))
 
 
 @dataclass

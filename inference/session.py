@@ -11,13 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.inference.draft import FixedMaker
 from eyas.inference.drafter import Drafter
+from eyas.inference.eagle_drafter import EagleDrafting
+from eyas.inference.fixed_round import FixedRound
 from eyas.inference.request import Decode, Generation, GenerationRequest, Round, Running
 from eyas.inference.tree import DraftTree, TreeBatch
-from eyas.inference.verify import VERIFIERS, Verification, VerifyBatch
+from eyas.inference.verify import NAN, VERIFIERS, Verification, VerifyBatch
+from eyas.kernels.keep_path import ELEMENTS
+from eyas.kernels.triton_support import available, next_power_of_two
 from eyas.models.errors import UserError
 from eyas.models.kv_cache import KVCache
 from eyas.models.target import Target, TargetOutput
+
+CAPACITY_STEP = 256  # tokens by which caches of fixed rounds grow
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,17 @@ class Event:
 class Session:
     """Requests under way on one target. `rows` are the running ones, in the order of their cache rows."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, *, drawn_verifier: str, decode: Decode | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        drawn_verifier: str,
+        decode: Decode | None,
+        fixed: bool = False,
+        graphs: bool = True,
+    ) -> None:
+        """`fixed`: rounds of fixed shapes, where drafter and requests allow it; `graphs`: recorded as CUDA graphs."""
         self.target = target
         self.drafter = drafter
         self.drawn_verifier = drawn_verifier
@@ -40,6 +57,9 @@ class Session:
         self.drafting = drafter.open() if drafter else None
         self.rows: list[Running] = []
         self.cache: KVCache | None = None
+        self.fixed = fixed
+        self.graphs = graphs
+        self._fixed_rounds: dict[int, FixedRound] = {}
         self._joined = 0
 
     def __len__(self) -> int:
@@ -87,7 +107,7 @@ class Session:
             self.cache.clear(slice(first, None))
             raise
         if self.drafting is not None:
-            capacity = max(_need(row.request) for row in self.rows)
+            capacity = self._capacity()
             self.drafting.join([r.prompt_ids for r in requests], [r.sampling for r in requests], capacity=capacity)
             follow = [[*row.request.prompt_ids[1:], row.tokens[0]] for row in joined]
             self.drafting.extend(first, follow, out)
@@ -99,6 +119,8 @@ class Session:
         """Run one round of all running requests."""
         assert self.cache is not None
         assert self.rows
+        if self._fits_fixed():
+            return self._fixed_round()
         R, device = len(self.rows), self.target.device
         roots = [row.tokens[-1] for row in self.rows]
         trees = self.drafting.draft(roots) if self.drafting else [DraftTree.root(root) for root in roots]
@@ -109,9 +131,14 @@ class Session:
         positions_RN = lengths_R[:, None] + batch.depths_RN
         # Nodes past the last position are cut by the limit anyway; dynamic RoPE would turn all other nodes by them.
         positions_RN = positions_RN.clamp(max=self.target.position_limit - 1)
-        mask_RNL = batch.sight(lengths_R)
         slots_RN = lengths_R[:, None] + torch.arange(N)
-        key_positions_RL = torch.arange(mask_RNL.shape[2]).repeat(R, 1).scatter_(1, slots_RN, positions_RN)
+        tree = mask_R1NL = key_positions_RL = None
+        if self.target.trees_by_kernel:
+            tree = batch.layout(lengths_R, device)
+        else:
+            mask_R1NL = batch.sight(lengths_R)[:, None].to(device)
+            key_positions_RL = torch.arange(mask_R1NL.shape[3]).repeat(R, 1).scatter_(1, slots_RN, positions_RN)
+            key_positions_RL = key_positions_RL.to(device)
         if R == 1:
             self.cache.write_at(self.rows[0].cached, N, rows=slice(0, 1))
         else:
@@ -119,8 +146,9 @@ class Session:
         out = self.target.forward(
             batch.tokens_RN.to(device),
             position_ids_BT=positions_RN.to(device),
-            mask_B1TL=mask_RNL[:, None].to(device),
-            key_positions_BL=key_positions_RL.to(device),
+            mask_B1TL=mask_R1NL,
+            key_positions_BL=key_positions_RL,
+            tree=tree,
             cache=self.cache,
         )
         found, events = self._emit(self.rows, trees, self.target.head.logits(out.final_hidden_BTD))
@@ -155,16 +183,47 @@ class Session:
         whole = [verification for verification in found if verification is not None]
         for r, (row, tree, verification) in enumerate(zip(rows, trees, whole, strict=True)):
             # A drawn chain has used a coin per draft and one for the bonus, any other tree one per token emitted.
-            row.coins_used += len(verification.path) if tree.drawn_KV is None else len(tree)
+            coins = len(verification.path) if tree.drawn_KV is None else len(tree)
             accepted = tree.tokens_N[list(verification.path[1:])].tolist()
             logprobs = None
             if row.request.logprobs:
                 chosen = torch.tensor([*accepted, verification.bonus_token], device=logits_RNV.device)
                 own = torch.log_softmax(logits_RNV[r, list(verification.path)].float(), -1)
                 logprobs = own.gather(1, chosen[:, None]).squeeze(1).tolist()
-            made = row.emit(accepted, verification.bonus_token, drafted=len(tree) - 1, logprobs=logprobs)
-            events.append(Event(row.number, made, row.finish() if row.finish_reason else None))
+            bonus, drafted = verification.bonus_token, len(tree) - 1
+            events.append(_record(row, accepted, bonus, drafted=drafted, coins=coins, logprobs=logprobs))
         return whole, events
+
+    def _fits_fixed(self) -> bool:
+        """Return whether this round can run in fixed shapes: the drafter can, and no row wants more than its tokens."""
+        drafting = self.drafting
+        drafts = drafting is None or (
+            isinstance(drafting, EagleDrafting)
+            and isinstance(drafting.tree, FixedMaker)
+            and drafting.head.device == self.target.device
+        )
+        return self.fixed and drafts and all(row.rule is None and not row.request.logprobs for row in self.rows)
+
+    def _fixed_round(self) -> list[Event]:
+        assert self.cache is not None
+        drafting = self.drafting
+        assert drafting is None or isinstance(drafting, EagleDrafting)
+        rows = next_power_of_two(len(self.rows))
+        if drafting is not None:
+            drafting.cache.grow(batch=rows, capacity=drafting.cache.keys.shape[3])
+        made = self._fixed_rounds.get(rows)
+        if made is None or not made.fits(self.cache, drafting):
+            made = FixedRound(self.target, self.cache, drafting, rows=rows, graphs=self.graphs)
+            self._fixed_rounds[rows] = made
+        outcomes = made.run(self.rows)
+        if any(outcome.bonus_token < 0 for outcome in outcomes):
+            raise FloatingPointError(NAN)
+        events = []
+        for row, (accepted, bonus) in zip(self.rows, outcomes, strict=True):
+            coins, drafted = len(accepted) + 1, made.num_nodes - 1
+            events.append(_record(row, list(accepted), bonus, drafted=drafted, coins=coins, logprobs=None))
+        self._leave()
+        return events
 
     def _verifier(self, row: Running, tree: DraftTree) -> str:
         if row.request.sampling.temperature == 0:
@@ -174,6 +233,14 @@ class Session:
     def _keep_paths(self, found: list[Verification], lengths_R: Tensor) -> None:
         """Move the accepted nodes' keys to the slots that follow each row's text."""
         assert self.cache is not None
+        if available(self.target.device) and self.target.dtype in ELEMENTS:
+            paths = [list(verification.path) for verification in found]
+            longest = max(map(len, paths))
+            device = self.target.device
+            path_RN = torch.tensor([[*path, *[-1] * (longest - len(path))] for path in paths], device=device)
+            accepted_R = torch.tensor([len(path) - 1 for path in paths], device=device)
+            self.cache.keep_paths(lengths_R.to(device), path_RN, accepted_R)
+            return
         moves = [
             (r, start + node, start + place)
             for r, (verification, start) in enumerate(zip(found, lengths_R.tolist(), strict=True))
@@ -213,11 +280,16 @@ class Session:
     def _reserve(self) -> None:
         """Make room for every running request to its very end, so that rounds allocate nothing."""
         nodes = self.drafter.max_nodes if self.drafter else 1
-        capacity = max(_need(row.request) for row in self.rows) + nodes
+        batch = next_power_of_two(len(self.rows)) if self.fixed else len(self.rows)
         if self.cache is None:
-            self.cache = self.target.new_cache(batch=len(self.rows), capacity=capacity)
+            self.cache = self.target.new_cache(batch=batch, capacity=self._capacity() + nodes)
         else:
-            self.cache.grow(batch=len(self.rows), capacity=capacity)
+            self.cache.grow(batch=batch, capacity=self._capacity() + nodes)
+
+    def _capacity(self) -> int:
+        """Return the most tokens that a running request can come to; in coarse steps where a change costs a capture."""
+        need = max(len(row.request.prompt_ids) + row.request.max_new_tokens for row in self.rows)
+        return -(-need // CAPACITY_STEP) * CAPACITY_STEP if self.fixed else need
 
     def _check_trees(self, trees: list[DraftTree], roots: list[int]) -> None:
         """Raise ValueError for drafts that no target can verify: another root, too many nodes, unknown tokens."""
@@ -233,5 +305,10 @@ class Session:
                 )
 
 
-def _need(request: GenerationRequest) -> int:
-    return len(request.prompt_ids) + request.max_new_tokens
+def _record(
+    row: Running, accepted: list[int], bonus: int, *, drafted: int, coins: int, logprobs: list[float] | None
+) -> Event:
+    """Let a row emit what its round came to."""
+    row.coins_used += coins
+    made = row.emit(accepted, bonus, drafted=drafted, logprobs=logprobs)
+    return Event(row.number, made, row.finish() if row.finish_reason else None)

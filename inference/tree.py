@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from eyas.kernels.tree_layout import ancestor_mask, check_trees
+from eyas.kernels.tree_layout import ancestor_mask, check_trees, pack_ancestors, sight_mask
+from eyas.models.tree_attention import TreeLayout
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class TreeBatch:
             num_nodes_R=torch.tensor([len(tree) for tree in trees]),
         )
 
+    def to(self, device: torch.device) -> "TreeBatch":
+        """Return the batch on a device."""
+        columns = (self.tokens_RN, self.parents_RN, self.depths_RN, self.num_nodes_R)
+        return TreeBatch(*(column.to(device) for column in columns))
+
     def sight(self, lengths_R: Tensor) -> Tensor:
         """Return mask_RNL of a forward: each node sees its row's first `lengths` slots and, behind them, its path."""
         R, N = self.tokens_RN.shape
@@ -98,6 +104,9 @@ class TreeBatch:
         if R == 1:
             return torch.cat((torch.ones(1, N, int(lengths_R[0]), dtype=torch.bool), tree_RNN), dim=2)
         tree_RNN = tree_RNN | torch.eye(N, dtype=torch.bool)
-        slots_L = torch.arange(int(lengths_R.max()) + N)
-        mask_RNL = (slots_L < lengths_R[:, None])[:, None].repeat(1, N, 1)
-        return mask_RNL.scatter_(2, (lengths_R[:, None] + torch.arange(N))[:, None].expand(-1, N, -1), tree_RNN)
+        return sight_mask(lengths_R, tree_RNN, int(lengths_R.max()) + N)
+
+    def layout(self, lengths_R: Tensor, device: torch.device) -> TreeLayout:
+        """Return where the trees lie behind their rows' first `lengths` slots, on a device."""
+        ancestors_RNW = pack_ancestors(ancestor_mask(self.parents_RN, self.num_nodes_R))
+        return TreeLayout(lengths_R, self.num_nodes_R, ancestors_RNW).to(device)

@@ -9,7 +9,8 @@ block      drawn chains: accept the longest prefix whose joint ratio passes (Sun
            Lossless too, and accepts at least as much on average.
 
 p is the target's distribution after the request's penalties, processors, temperature, top-k and top-p. NaN logits are
-never accepted: every verifier raises. `verify_reference.py` says the same in plain Python, one row at a time.
+never accepted: every verifier raises. `verify_reference.py` says the same in plain Python, one row at a time; where the
+device has kernels, rows without penalties and processors are verified by them (`verify_kernels.py`).
 """
 
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from eyas.inference.sampling import Sampling, probabilities
 from eyas.inference.tree import DraftTree, TreeBatch
-from eyas.kernels.verify_tree_greedy import verify_tree_greedy
+from eyas.inference.verify_kernels import Found, chain_paths, greedy_paths, sampled_paths
+from eyas.kernels.block_statistics import ELEMENTS
+from eyas.kernels.triton_support import available
 from eyas.models.draw import draw
 
 NAN = "the target produced NaN logits; nothing of this round is accepted"
@@ -68,6 +71,14 @@ class VerifyBatch:
         assert len(drawn) in (0, len(trees)), "deterministic and drawn trees are verified by different rules"
         return cls(TreeBatch.of(trees), logits_RNV, samplings, coins_RC, rules or [None] * len(trees), drawn)
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether kernels can verify the batch: on its device, and with nothing to apply to logits path by path."""
+        logits_RNV = self.logits_RNV
+        return (
+            available(logits_RNV.device) and logits_RNV.dtype in ELEMENTS and all(rule is None for rule in self.rules)
+        )
+
     def logits_at(self, rows_A: Tensor, nodes_A: Tensor) -> Tensor:
         """Return the requests' own logits at one node of each named row, [A, V]; raises on NaN."""
         logits_AV = self.logits_RNV[rows_A, nodes_A]
@@ -94,24 +105,34 @@ def verify_greedy(batch: VerifyBatch) -> list[Verification]:
     """Return the greedy verification of every row."""
     if any(rule is not None for rule in batch.rules):
         return _walk(batch, lambda logits_AV, _rows, _level: logits_AV.argmax(-1).cpu())
-    best = batch.logits_RNV.max(-1)  # a NaN is the largest
-    argmax_RN = torch.where(best.values > float("-inf"), best.indices, -1).cpu()
-    trees = batch.trees
-    found = verify_tree_greedy(trees.tokens_RN, trees.parents_RN, trees.num_nodes_R, argmax_RN)
-    if bool((found.bonus_B < 0).any()):
-        raise FloatingPointError(NAN)
-    rows = zip(found.path_BN.tolist(), found.num_accepted_B.tolist(), found.bonus_B.tolist(), strict=True)
-    return [Verification(tuple(path[: accepted + 1]), bonus) for path, accepted, bonus in rows]
+    return _accepted(batch, greedy_paths(batch.trees, batch.logits_RNV))
 
 
 def verify_by_sampling(batch: VerifyBatch) -> list[Verification]:
     """Return a lossless random verification of every row; the trees are deterministic."""
+    if batch.by_kernel:
+        return _accepted(batch, sampled_paths(batch.trees, batch.logits_RNV, batch.samplings, batch.coins_RC))
 
     def choose(logits_AV: Tensor, rows_A: Tensor, level: int) -> Tensor:
         p_AV = probabilities(logits_AV, [batch.samplings[row] for row in rows_A.tolist()])
         return draw(p_AV.cpu(), batch.coins_RC[rows_A, level])
 
     return _walk(batch, choose)
+
+
+def _accepted(batch: VerifyBatch, found: Found) -> list[Verification]:
+    """Return what the kernels found; raises where a bonus of -1 says that the logits were none."""
+    for row, (path, bonus) in enumerate(found):
+        if bonus < 0:
+            reached = range(int(batch.trees.num_nodes_R[row])) if batch.drawn else path[-1:]
+            batch.logits_at(torch.tensor([row]).expand(len(reached)), torch.tensor(reached))  # raises on NaN
+            raise FloatingPointError(NOTHING)
+    return [Verification(path, bonus) for path, bonus in found]
+
+
+def _chain_by_kernel(batch: VerifyBatch, rule: str) -> list[Verification]:
+    trees, logits_RNV, coins_RC = batch.trees, batch.logits_RNV, batch.coins_RC
+    return _accepted(batch, chain_paths(trees, logits_RNV, batch.samplings, coins_RC, batch.drawn, rule=rule))
 
 
 def _refuse_nothing(possible_A: Tensor) -> None:
@@ -193,6 +214,8 @@ def _residual(p_RV: Tensor, q_RV: Tensor) -> Tensor:
 
 def verify_leviathan(batch: VerifyBatch) -> list[Verification]:
     """Return the token-wise verification of every drawn chain."""
+    if batch.by_kernel:
+        return _chain_by_kernel(batch, "token")
     p_RNV, q_RKV, num_drafts_R = _chain_probabilities(batch)
     p_RK, q_RK = _at_drafts(batch, p_RNV, q_RKV)
     K = q_RK.shape[1]
@@ -211,6 +234,8 @@ def verify_block(batch: VerifyBatch) -> list[Verification]:
     P_i = min(P_{i-1} p/q, 1) is the joint ratio of the first i tokens and S_i the mass of relu(P_i p - q) behind them;
     prefix i is accepted when its coin is below S_i / (S_i + 1 - P_i), the whole chain when it is below P_K.
     """
+    if batch.by_kernel:
+        return _chain_by_kernel(batch, "block")
     p_RNV, q_RKV, num_drafts_R = _chain_probabilities(batch)
     p_RK, q_RK = _at_drafts(batch, p_RNV, q_RKV)
     R, K = q_RK.shape

@@ -1,4 +1,4 @@
-"""The losses of draft logits against the target's over the draft vocabulary, without probabilities in memory.
+"""What every loss of draft logits against the target's is made of, without probabilities in memory.
 
 Per slot, p the target's distribution and q the head's, both over the draft vocabulary, z the head's logits:
 
@@ -6,9 +6,6 @@ Per slot, p the target's distribution and q the head's, both over the draft voca
     entropy  -sum p log p                             (constant)
     hard     -log q[argmax p]                         q - onehot(argmax p)
     overlap  sum min(p, q)                            q (g - sum q g),  g = [q < p], 1/2 where equal as torch has it
-
-    kl = cross    ce = hard    tv = 1 - overlap
-    lk = w (cross - entropy) + (1 - w) (1 - overlap),  w = exp(-3 overlap) held constant   (arXiv 2602.23881)
 
 The kernels read the logits in chunks: one pass for both log-sum-exps, one for the sums above, one backward that
 writes the gradient, which has to exist anyway. Kept between forward and backward: four numbers per slot. The teacher's
@@ -24,38 +21,17 @@ from torch import Tensor
 
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
 
-LK_ETA = 3.0
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_CHUNK = 1024  # twice as much spills where the teacher is fp32 (triton 3.7, sm_80)
 
 
 class DraftTerms(NamedTuple):
-    """The numbers of N slots that every loss is made of, fp32 (fp64 from fp64 logits)."""
+    """The numbers of N slots that every loss is made of, fp32 (fp64 from fp64 logits); empty where none asks for it."""
 
     cross_N: Tensor
     entropy_N: Tensor
     hard_N: Tensor
     overlap_N: Tensor
-
-
-def _lk(terms: DraftTerms) -> Tensor:
-    weight_N = torch.exp(-LK_ETA * terms.overlap_N.detach())
-    return weight_N * (terms.cross_N - terms.entropy_N) + (1 - weight_N) * (1 - terms.overlap_N)
-
-
-LOSSES = {
-    "kl": lambda terms: terms.cross_N,
-    "ce": lambda terms: terms.hard_N,
-    "tv": lambda terms: 1 - terms.overlap_N,
-    "lk": _lk,
-}
-
-
-def draft_loss(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, *, kind: str) -> Tensor:
-    """loss_N of one of `LOSSES`, from `draft_terms`; differentiable to the student. Errors: ValueError."""
-    if kind not in LOSSES:
-        raise ValueError(f"kind is {kind!r}: give one of {', '.join(LOSSES)}")
-    return LOSSES[kind](draft_terms(student_NU, teacher_MU, teacher_row_N))
 
 
 def draft_terms(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> DraftTerms:
@@ -79,13 +55,16 @@ def draft_terms(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -
 def draft_terms_reference(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> DraftTerms:
     """The same as `draft_terms`, from dense probabilities: the definition, and the CPU path."""
     student_NU, teacher_MU = (x if x.dtype == torch.float64 else x.float() for x in (student_NU, teacher_MU))
-    log_q_NU = student_NU.log_softmax(-1)
-    log_p_NU = teacher_MU[teacher_row_N].log_softmax(-1)
-    p_NU = log_p_NU.exp()
+    return terms_of(student_NU, teacher_MU.softmax(-1)[teacher_row_N])
+
+
+def terms_of(logits_NU: Tensor, p_NU: Tensor) -> DraftTerms:
+    """The terms of finite logits against distributions, by autograd's own rules."""
+    log_q_NU = torch.log_softmax(logits_NU, -1)
     return DraftTerms(
-        cross_N=-torch.where(p_NU > 0, p_NU * log_q_NU, 0.0).sum(-1),
-        entropy_N=-torch.where(p_NU > 0, p_NU * log_p_NU, 0.0).sum(-1),
-        hard_N=-log_q_NU.gather(-1, log_p_NU.argmax(-1, keepdim=True)).squeeze(-1),
+        cross_N=-(p_NU * log_q_NU).sum(-1),
+        entropy_N=-torch.xlogy(p_NU, p_NU).sum(-1),
+        hard_N=-log_q_NU.gather(-1, p_NU.argmax(-1, keepdim=True)).squeeze(-1),
         overlap_N=torch.minimum(p_NU, log_q_NU.exp()).sum(-1),
     )
 
@@ -95,7 +74,7 @@ class _DraftTerms(torch.autograd.Function):
     def forward(ctx: Any, student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> tuple[Tensor, ...]:
         student_NU, teacher_MU = student_NU.contiguous(), teacher_MU.contiguous()
         teacher_row_N = teacher_row_N.contiguous()
-        terms_4N, kept_N4 = _launch_forward(student_NU, teacher_MU, teacher_row_N)
+        terms_4N, kept_N4 = launch_terms(student_NU, teacher_MU, teacher_row_N)
         ctx.save_for_backward(student_NU, teacher_MU, teacher_row_N, kept_N4)
         ctx.mark_non_differentiable(terms_4N[1])
         return tuple(terms_4N)
@@ -104,10 +83,10 @@ class _DraftTerms(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pulls_3N = torch.stack((grads[0], grads[2], grads[3])).float()
         student_NU, teacher_MU, teacher_row_N, kept_N4 = ctx.saved_tensors
-        return _launch_backward(student_NU, teacher_MU, teacher_row_N, kept_N4, pulls_3N), None, None
+        return launch_gradients(student_NU, teacher_MU, teacher_row_N, kept_N4, pulls_3N), None, None
 
 
-def _launch_forward(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> tuple[Tensor, Tensor]:
+def launch_terms(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor) -> tuple[Tensor, Tensor]:
     slots, width = student_NU.shape
     terms_4N = torch.empty((4, slots), dtype=torch.float32, device=student_NU.device)
     kept_N4 = torch.empty((slots, 4), dtype=torch.float32, device=student_NU.device)
@@ -128,7 +107,7 @@ def _launch_forward(student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tenso
     return terms_4N, kept_N4
 
 
-def _launch_backward(
+def launch_gradients(
     student_NU: Tensor, teacher_MU: Tensor, teacher_row_N: Tensor, kept_N4: Tensor, pulls_3N: Tensor
 ) -> Tensor:
     slots, width = student_NU.shape

@@ -23,9 +23,9 @@ def keep_path(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_ac
     """None: moves the entries of path_BN (1 .. num_accepted of it) of every row to prefix_len + 1, prefix_len + 2, ...
 
     S buffers of one shape (keys and values of all layers, stacked) are moved in one launch; the last dimension must
-    have stride 1. Paths as `verify_tree_greedy` returns them: int64, ascending, 0 first. Shapes and dtypes are always
-    checked, the values only on the CPU; elsewhere a position outside the cache is not read and not written. Errors:
-    ValueError.
+    have stride 1. Paths as `verify_tree_greedy` returns them: int64, ascending, 0 first (an idle row: -1 and nothing
+    accepted). Shapes and dtypes are always checked, the values only on the CPU; elsewhere a position outside the cache
+    is not read and not written. Errors: ValueError.
     """
     if cache_SBGLD.ndim != 5 or cache_SBGLD.dtype not in ELEMENTS or cache_SBGLD.stride(-1) != 1:
         raise ValueError(
@@ -49,7 +49,7 @@ def keep_path(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_ac
         return
     for row, (prefix, accepted) in enumerate(zip(prefix_len_B.tolist(), num_accepted_B.tolist(), strict=True)):
         path = path_BN[row, : accepted + 1].tolist()
-        ascends = all(a < b for a, b in pairwise(path)) and path[:1] in ([], [0])
+        ascends = all(a < b for a, b in pairwise(path)) and (path[:1] in ([], [0]) or path == [-1])
         if not 0 <= accepted < max(nodes, 1) or prefix < 0 or not ascends or (path and prefix + path[-1] >= capacity):
             raise ValueError(
                 f"row {row} has a prefix of {prefix}, {accepted} accepted nodes and the path {path}: a path starts at "

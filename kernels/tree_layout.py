@@ -69,3 +69,15 @@ def unpack_ancestors(ancestors_BNW: Tensor) -> Tensor:
     bit = torch.arange(WORD_BITS, device=ancestors_BNW.device)
     bits = (ancestors_BNW[..., None] >> bit) & 1
     return bits.flatten(-2)[..., : ancestors_BNW.shape[1]].bool()
+
+
+def sight_mask(prefix_len_B: Tensor, tree_BTN: Tensor, length: int) -> Tensor:
+    """Bool mask_BTL over cache slots: the row's prefix, and behind it what tree_BTN says of its N nodes.
+
+    Every row needs N slots behind its prefix. Reads nothing back.
+    """
+    T, N = tree_BTN.shape[1:]
+    slot_L = torch.arange(length, device=prefix_len_B.device)
+    mask_BTL = (slot_L < prefix_len_B[:, None])[:, None].repeat(1, T, 1)
+    node_BN = prefix_len_B[:, None] + slot_L[:N]
+    return mask_BTL.scatter_(2, node_BN[:, None].expand(-1, T, -1), tree_BTN)

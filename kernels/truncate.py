@@ -3,8 +3,9 @@
     p(v) = exp((logit_v - top) / temperature) / total        where logit_v >= cut, else 0
 
 top-k keeps the logits that are at least the k-th largest; top-p keeps a token iff the tokens with strictly larger
-logits hold less than p of what top-k kept. Equal logits are thus kept or cut together (where a sort leaves it to chance
-which of them stay). Temperature 0 puts all mass on the first of the largest logits.
+logits hold less than p of what top-k kept: the Hugging Face order and rule, but that equal logits are kept or cut
+together, as its top-k does too (where its top-p leaves it to an unstable sort which of them stay). All sampling of this
+package follows this rule. Temperature 0 puts all mass on the first of the largest logits.
 
 How the kernel finds the cuts: logits become integers of the same order, and the cut is found by bisection over them.
 The maxima of the blocks of 128 bound it from below first, in registers; only the blocks above that bound are listed and

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.kernels.tree_layout import sight_mask
+
 
 class DraftCache:
     """A draft cache of `batch` rows of fixed capacity (in slots plus tree nodes)."""
@@ -58,10 +60,7 @@ class DraftCache:
             self._mask_RTL = torch.cat((prefix, mask_RTN), dim=2)
         else:
             lengths_R = torch.tensor(lengths, device=self.keys.device)
-            slots_L = torch.arange(max(lengths) + N, device=self.keys.device)
-            mask = (slots_L < lengths_R[:, None])[:, None].repeat(1, T, 1)
-            nodes_RN = lengths_R[:, None] + torch.arange(N, device=slots_L.device)
-            self._mask_RTL = mask.scatter_(2, nodes_RN[:, None].expand(-1, T, -1), mask_RTN)
+            self._mask_RTL = sight_mask(lengths_R, mask_RTN, max(lengths) + N)
         self.tree_length += T
 
     def discard_tree(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from eyas.kernels.keep_path import keep_path
 from eyas.models.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of the two kinds of layers we serve
@@ -32,23 +33,34 @@ def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
     return kinds
 
 
+def head_shape(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return (kv heads, head dim) of a target."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values, [B, G, capacity, head_dim]."""
+    """One layer's keys and values, each [B, G, capacity, head_dim], in one buffer (`both`: keys, then values)."""
 
     is_sliding = False
+    both: Tensor
     keys: Tensor
     values: Tensor
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.hold(torch.zeros((2, *shape), dtype=dtype, device=device))
         self.is_initialized = True
         self.rows: slice | Tensor = slice(None)
         self.start: int | None = 0
         self.index_R1: Tensor | None = None
         self.slots_RT: Tensor | None = None
         self.visible = 0
+
+    def hold(self, both: Tensor) -> None:
+        self.both = both
+        self.keys, self.values = both
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("the cache is allocated when it is made")
@@ -89,9 +101,7 @@ class KVCache(Cache):
     ) -> None:
         """Raise UserError for targets whose layers are not all standard attention, full or with a sliding window."""
         attention_kinds(config)
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads, head_dim = head_shape(config)
         shape = (batch, kv_heads, capacity, head_dim)
         self.buffers = [_Layer(shape, dtype, device) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=list(self.buffers))
@@ -122,20 +132,35 @@ class KVCache(Cache):
             layer.rows, layer.start, layer.visible = chosen, None, visible
             layer.index_R1, layer.slots_RT = index_R1, slots_RT
 
+    def write_fixed(self, slots_RT: Tensor) -> None:
+        """Send the next forward's keys of the first R rows to their own slots, and let it read the whole buffers.
+
+        No value is read back and no shape depends on one; slots beyond the capacity are the caller's fault.
+        """
+        index_R1 = torch.arange(len(slots_RT), device=slots_RT.device)[:, None]
+        for layer in self.buffers:
+            layer.rows, layer.start, layer.visible = slice(0, len(slots_RT)), None, self.capacity
+            layer.index_R1, layer.slots_RT = index_R1, slots_RT
+
+    def keep_paths(self, prefix_len_R: Tensor, path_RN: Tensor, num_accepted_R: Tensor) -> None:
+        """Move the accepted nodes' keys of the first R rows to the slots behind each root; see `keep_path`."""
+        for layer in self.buffers:
+            keep_path(layer.both[:, : len(path_RN)], prefix_len_R, path_RN, num_accepted_R)
+
     def select_rows(self, rows_R: Tensor) -> None:
         """Keep only the given batch rows, in the given order."""
         for layer in self.buffers:
-            layer.keys, layer.values = layer.keys[rows_R].contiguous(), layer.values[rows_R].contiguous()
+            layer.hold(layer.both[:, rows_R].contiguous())
 
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row's keys over another's."""
         for layer in self.buffers:
-            layer.keys[destination], layer.values[destination] = layer.keys[source], layer.values[source]
+            layer.both[:, destination] = layer.both[:, source]
 
     def clear(self, rows: slice) -> None:
         """Set rows to zero: what a mask hides must still be a number."""
         for layer in self.buffers:
-            layer.keys[rows], layer.values[rows] = 0.0, 0.0
+            layer.both[:, rows] = 0.0
 
     def move(self, rows_M: Tensor, sources_M: Tensor, destinations_M: Tensor) -> None:
         """Move keys within their rows, all at once: the accepted paths, in place."""
@@ -148,14 +173,12 @@ class KVCache(Cache):
         B, G, L, d = self.buffers[0].keys.shape
         if batch <= B and capacity <= L:
             return
-        shape = (max(batch, B), G, max(capacity, L), d)
+        shape = (2, max(batch, B), G, max(capacity, L), d)
         for layer in self.buffers:
-            for name in ("keys", "values"):
-                old: Tensor = getattr(layer, name)
-                new = old.new_zeros(shape)
-                new[:B, :, :L] = old
-                setattr(layer, name, new)
-        self.capacity = shape[2]
+            new = layer.both.new_zeros(shape)
+            new[:, :B, :, :L] = layer.both
+            layer.hold(new)
+        self.capacity = shape[3]
 
     def _check(self, wanted: int) -> None:
         if wanted > self.capacity:

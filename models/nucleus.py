@@ -1,8 +1,8 @@
 """Top-p without sorting the vocabulary: find the few tokens that can be in the nucleus, and sort only those.
 
-The nucleus is the shortest run of tokens, likeliest first (ties by id), whose mass reaches top_p. All tokens of at
-least some probability are the beginning of that order; once their mass reaches top_p the nucleus is among them. Those
-below (1 - top_p) / V can never be in it: together they weigh less than 1 - top_p.
+A token is in the nucleus while the tokens likelier than it weigh less than top_p: equals are in or out together, the
+rule of `kernels/truncate.py`. All tokens of at least some probability are the likeliest; once their mass reaches top_p
+the nucleus is among them. Those below (1 - top_p) / V can never be in it: together they weigh less than 1 - top_p.
 """
 
 import torch
@@ -12,10 +12,10 @@ FEW = 2048  # the first guess: tokens below (1 - top_p) / FEW are left out; wron
 
 
 def nucleus(logits_RV: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (weights_RK fp64, ids_RK int64): the nucleus of each row, likeliest first, weight 0 behind it.
+    """Return (weights_RK fp64, ids_RK int64): the nucleus of each row, likeliest first (equals by id), 0 behind it.
 
-    A token is in the nucleus while the softmax mass (fp32) of those before it is below top_p, so at least one always
-    is. With logits already divided by the temperature, and cut to the top k, this is the Hugging Face order.
+    Masses are those of the softmax in fp32; at least one token is always in. With logits already divided by the
+    temperature, and cut to the top k, this is the Hugging Face order.
     """
     probabilities_RV = logits_RV.float().softmax(-1)
     top_p_R = top_p_R.to(torch.float64)
@@ -40,4 +40,6 @@ def nucleus(logits_RV: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
     ids_RK[rows_N, place_N] = ids_N
     weights_RK, order_RK = weights_RK.sort(dim=-1, descending=True, stable=True)
     before_RK = torch.nn.functional.pad(weights_RK.cumsum(-1)[:, :-1], (1, 0))
-    return weights_RK.masked_fill(before_RK >= top_p_R[:, None], 0.0), ids_RK.gather(1, order_RK)
+    # All equals of a token that counts are candidates too: the threshold is one of probability.
+    least_R1 = weights_RK.masked_fill(before_RK >= top_p_R[:, None], torch.inf).amin(-1, keepdim=True)
+    return weights_RK.masked_fill(weights_RK < least_R1, 0.0), ids_RK.gather(1, order_RK)

@@ -4,6 +4,7 @@ States are tapped with forward hooks, in the neutral index k = decoder layers al
 residual streams; the final state is the decoder's own output, post-norm, ready for the output head.
 """
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from eyas.kernels.triton_support import available
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
 from eyas.models.head_config import check_aux_layers
-from eyas.models.kv_cache import FULL, SLIDING, KVCache, attention_kinds
+from eyas.models.kv_cache import FULL, SLIDING, KVCache, attention_kinds, head_shape
 from eyas.models.packed_linear import pack_linears
 from eyas.models.target_head import TargetHead
 from eyas.models.target_loading import DeviceMap, find_decoder, load_model
+from eyas.models.tree_attention import EYAS_TREE, TreeLayout, notice, over_trees, switch_to_trees, why_not
 
 CHECKED_TOKENS = 64  # full logits of a long row would take gigabytes
 
@@ -60,12 +63,28 @@ class Target:
     def attention_kinds(self) -> tuple[str, ...]:
         """The kind of attention of each layer; raises UserError where the bundled runtime cannot serve one."""
         implementation = self.config._attn_implementation
-        if implementation not in ("sdpa", "eager"):
+        if implementation not in ("sdpa", "eager", EYAS_TREE):
             raise UserError(
                 f"this model attends by {implementation!r}, which takes no mask of a draft tree's paths; load it with "
                 "attn_implementation sdpa or eager."
             )
         return attention_kinds(self.config)
+
+    @property
+    def trees_by_kernel(self) -> bool:
+        """Whether layers attend to trees by the kernel: it runs on the device, and says what these layers say."""
+        if not available(self.device):
+            return False
+        if self._why_no_kernel is not None:
+            notice(self.config.model_type, self._why_no_kernel)
+        return self._why_no_kernel is None
+
+    @cached_property
+    def _why_no_kernel(self) -> str | None:
+        reason = why_not(self.model, head_dim=head_shape(self.config)[1], dtype=self.dtype)
+        if reason is None:
+            switch_to_trees(self.model)
+        return reason
 
     @property
     def position_limit(self) -> int:
@@ -128,6 +147,7 @@ class Target:
         position_ids_BT: Tensor | None = None,
         mask_B1TL: Tensor | None = None,
         key_positions_BL: Tensor | None = None,
+        tree: TreeLayout | None = None,
         cache: KVCache | None = None,
     ) -> TargetOutput:
         """Return aux and final states of the tokens.
@@ -136,20 +156,43 @@ class Target:
         t may see cache slot l, windows left aside. Layers with a sliding window narrow it by position; where the
         position in a slot is not the slot's number (tree nodes), give `key_positions_BL`. Announce cache slots with
         `cache.write_at` first.
+
+        `tree` stands for both: the tokens are the nodes that it lays out, at the positions given. The kernel reads it
+        as it is; elsewhere it is written out as a mask.
         """
         if position_ids_BT is None:
             position_ids_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)[None]
-        with self._tapped() as taps:
+        with contextlib.ExitStack() as entered:
+            if tree is None:
+                masks = self._masks(mask_B1TL, position_ids_BT, key_positions_BL, cache)
+            elif self.trees_by_kernel:
+                masks = self._unread_masks(input_ids_BT.device)
+                entered.enter_context(over_trees(tree, self._windows))
+            else:
+                assert cache is not None
+                key_positions_BL = tree.key_positions(position_ids_BT, cache.visible)
+                masks = self._masks(tree.mask(cache.visible)[:, None], position_ids_BT, key_positions_BL, cache)
+            taps = entered.enter_context(self._tapped())
             out = self.decoder(
                 input_ids=input_ids_BT,
                 position_ids=position_ids_BT,
-                attention_mask=self._masks(mask_B1TL, position_ids_BT, key_positions_BL, cache),
+                attention_mask=masks,
                 use_cache=cache is not None,
                 **{self._cache_name: cache},
             )
         final = out.last_hidden_state
         aux = torch.cat([taps[k].to(final.device) for k in self.aux_layers], -1) if self.aux_layers else final[..., :0]
         return TargetOutput(aux_hidden_BTF=aux, final_hidden_BTD=final)
+
+    @property
+    def _windows(self) -> tuple[int | None, ...]:
+        return tuple(self.config.sliding_window if kind == SLIDING else None for kind in self.attention_kinds)
+
+    def _unread_masks(self, device: torch.device) -> Tensor | dict[str, Tensor]:
+        """Return a mask of one element in the form the decoder takes: given one, the library makes none of its own."""
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        kinds = set(self.attention_kinds)
+        return dict.fromkeys(kinds, mask) if len(kinds) == 2 else mask
 
     def _masks(
         self,

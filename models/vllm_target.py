@@ -22,6 +22,7 @@ from eyas.models.head_config import check_aux_layers
 from eyas.models.kv_cache import KVCache
 from eyas.models.target import CHECKED_TOKENS, Target, TargetOutput
 from eyas.models.target_tail import TargetTail
+from eyas.models.tree_attention import TreeLayout
 
 PROGRAM = Path(__file__).resolve().parent.parent / "scripts" / "vllm_extract.py"
 MOST_SEQUENCES = 64
@@ -102,12 +103,14 @@ class VllmTarget(Target):
         position_ids_BT: Tensor | None = None,
         mask_B1TL: Tensor | None = None,
         key_positions_BL: Tensor | None = None,
+        tree: TreeLayout | None = None,
         cache: KVCache | None = None,
     ) -> TargetOutput:
         """Return aux and final states of whole rows, each from its first token on."""
         assert position_ids_BT is None
         assert mask_B1TL is None
         assert key_positions_BL is None
+        assert tree is None
         assert cache is None
         rows = input_ids_BT.tolist()
         paths = [self.folder / f"row-{b}.safetensors" for b in range(len(rows))]

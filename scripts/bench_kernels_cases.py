@@ -10,7 +10,8 @@ from torch import Tensor
 
 from eyas.kernels.build_tree import build_tree, build_tree_reference
 from eyas.kernels.coins import coins, coins_reference
-from eyas.kernels.draft_loss import LOSSES, draft_loss, draft_terms_reference
+from eyas.kernels.draft_gradients import draft_gradients
+from eyas.kernels.draft_loss import draft_terms_reference
 from eyas.kernels.draft_top_k import draft_top_k, draft_top_k_reference
 from eyas.kernels.keep_path import keep_path, keep_path_reference
 from eyas.kernels.tree_attention import tree_attention, tree_attention_reference
@@ -20,6 +21,7 @@ from eyas.kernels.ttt_attention import first_visible, ttt_attention, ttt_attenti
 from eyas.kernels.verify_chain import Chains, verify_chain, verify_chain_reference
 from eyas.kernels.verify_tree_greedy import verify_tree_greedy, verify_tree_greedy_reference
 from eyas.kernels.verify_tree_sampling import verify_tree_sampling, verify_tree_sampling_reference
+from eyas.train.losses import LossMix
 
 Inputs = tuple[Any, ...]
 
@@ -301,6 +303,7 @@ def _backward(loss: Callable[[], Tensor], *leaves: Tensor) -> list[Tensor]:
 
 def _draft_loss(shape: Shape, device: torch.device, kind: str) -> Case:
     N, U = shape.slots, shape.draft_vocabulary
+    mix = LossMix(((kind, 1.0),))
 
     def draw() -> Inputs:
         teacher = 2 * torch.randn(N, U, dtype=shape.dtype, device=device)
@@ -308,12 +311,11 @@ def _draft_loss(shape: Shape, device: torch.device, kind: str) -> Case:
         return student, teacher, torch.arange(N, device=device)
 
     def kernel(student: Tensor, teacher: Tensor, row: Tensor) -> list[Tensor]:
-        student = student.detach().requires_grad_()
-        return _backward(lambda: draft_loss(student, teacher, row, kind=kind), student)
+        return list(draft_gradients(student, teacher, row, mix.pull, needs=mix.needs))
 
     def reference(student: Tensor, teacher: Tensor, row: Tensor) -> list[Tensor]:
         student = student.detach().requires_grad_()
-        return _backward(lambda: LOSSES[kind](draft_terms_reference(student, teacher, row)), student)
+        return _backward(lambda: mix.pull(draft_terms_reference(student, teacher, row)).loss_N, student)
 
     # Both logits are read for the loss and again for the gradient, which is written once.
     return Case(
@@ -338,7 +340,10 @@ def _ttt_attention(shape: Shape, device: torch.device) -> Case:
     def with_gradients(attend: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
         def run(q: Tensor, rest: Tensor, first: Tensor) -> list[Tensor]:
             leaves = [x.detach().requires_grad_() for x in (q, *rest)]
-            return _backward(lambda: attend(leaves[0], leaves[1 : steps + 1], leaves[steps + 1 :], first), *leaves)
+            slot = torch.arange(T, device=q.device)[None]
+            return _backward(
+                lambda: attend(leaves[0], leaves[1 : steps + 1], leaves[steps + 1 :], first, slot), *leaves
+            )
 
         return run
 

@@ -1,9 +1,10 @@
 """The loss over the draft vocabulary, in chunks: no logits are kept, the gradient is made where the logits are.
 
 A *pair* is a slot at a step. Pairs are sorted by the position whose distribution teaches them, so a chunk of positions
-needs each teacher distribution once, for all steps together. In a chunk the logits z are one matrix product; rows of
-them are turned into dloss/dz in place, and two more products make the gradients by states and weight at once. Autograd
-later only scales them. Memory is one chunk, whatever the number of slots and steps, and nothing is computed twice.
+needs each teacher distribution once, for all steps together. In a chunk the logits z are one matrix product;
+`kernels/draft_gradients.py` turns them into dloss/dz, and two more products make the gradients by states and weight at
+once. Autograd later only scales them. Memory is one chunk, whatever the number of slots and steps, and nothing is
+computed twice.
 
 `draft_loss_reference` is the same loss in plain PyTorch, for one block of logits.
 """
@@ -15,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.kernels.draft_gradients import BLOCK_ELEMENTS, draft_gradients
+from eyas.kernels.draft_loss import terms_of
 from eyas.models.target_head import TargetHead
-from eyas.train.losses import LossMix, SlotTerms
+from eyas.train.losses import LossMix
 
 CHUNK_ROWS = 2048
 """Pairs of one chunk: enough that the gradient by a large output weight is added up a few times only."""
 CHUNK_ELEMENTS = 1 << 26
 """The most logits of one chunk: 128 MiB in bf16."""
-BLOCK_ELEMENTS = 1 << 19
-"""Logits turned into gradients at a time: 2 MiB in fp32, what stays in the cache."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,13 @@ class Lesson:
         """Return the lesson of a teacher whose products run in a dtype."""
         return replace(self, teacher=self.teacher.to(dtype=dtype, device=self.final_PD.device))
 
+    def logits(self, positions: slice) -> Tensor:
+        """Return the teacher's logits at some positions, [n, U]."""
+        return self.teacher.logits(self.final_PD[positions])
+
     def distribution(self, positions: slice) -> Tensor:
         """Return the teacher's distribution at some positions, [n, U], in fp32 or better."""
-        logits = self.teacher.logits(self.final_PD[positions])
+        logits = self.logits(positions)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
 
@@ -65,20 +70,9 @@ def chunk_rows(vocabulary: int) -> int:
     return max(1, min(CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary))
 
 
-def slot_terms(logits_NU: Tensor, p_NU: Tensor) -> SlotTerms:
-    """Return all terms of N slots by autograd's own rules."""
-    log_q_NU = torch.log_softmax(logits_NU, -1)
-    return SlotTerms(
-        cross_N=-(p_NU * log_q_NU).sum(-1),
-        entropy_N=-torch.xlogy(p_NU, p_NU).sum(-1),
-        hard_N=-log_q_NU.gather(-1, p_NU.argmax(-1, keepdim=True)).squeeze(-1),
-        overlap_N=torch.minimum(p_NU, log_q_NU.exp()).sum(-1),
-    )
-
-
 def draft_loss_reference(logits_NU: Tensor, p_NU: Tensor, mix: LossMix) -> Tensor:
     """Return the loss per slot, [N], with its gradient left to autograd."""
-    return mix.pull(slot_terms(logits_NU, p_NU)).loss_N
+    return mix.pull(terms_of(logits_NU, p_NU)).loss_N
 
 
 def draft_loss(states_MD: Tensor, output: TargetHead, lesson: Lesson, weight_M: Tensor, mix: LossMix) -> Tensor:
@@ -115,15 +109,21 @@ class _DraftLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=accurate, device=states_MD.device)
         with torch.autocast(device_type=states_MD.device.type, enabled=False):
             for positions, pairs in lesson.chunks(chunk_rows(len(weight_UD))):
-                p_PU = lesson.distribution(positions)
-                z_NU = head.logits(x_MD[pairs])
-                losses_N = _logits_to_gradients(z_NU, p_PU, lesson.position_M[pairs] - positions.start, mix, head)
+                losses_N, g_NU = draft_gradients(
+                    head.logits(x_MD[pairs]),
+                    lesson.logits(positions),
+                    lesson.position_M[pairs] - positions.start,
+                    mix.pull,
+                    needs=mix.needs,
+                    scale=head.scale,
+                    softcap=head.softcap,
+                )
                 weights_N = weight_M[pairs].to(accurate)
                 total += torch.dot(losses_N, weights_N)
                 if g_states is not None:
-                    g_states[pairs] = (z_NU @ head.weight_VD).to(accurate).mul_(weights_N[:, None]).to(states_MD.dtype)
+                    g_states[pairs] = (g_NU @ head.weight_VD).to(accurate).mul_(weights_N[:, None]).to(states_MD.dtype)
                 if wants_weight:
-                    g_chunk = z_NU.t() @ (x_MD[pairs].to(accurate) * weights_N[:, None]).to(dtype)
+                    g_chunk = g_NU.t() @ (x_MD[pairs].to(accurate) * weights_N[:, None]).to(dtype)
                     g_weight = g_chunk.to(weight_UD.dtype) if g_weight is None else g_weight.add_(g_chunk)
         if wants_weight and g_weight is None:
             g_weight = torch.zeros_like(weight_UD)
@@ -135,69 +135,6 @@ class _DraftLoss(torch.autograd.Function):
         scaled = [None if g is None else g.mul_(grads[0].to(g.dtype)) for g in (ctx.g_states, ctx.g_weight)]
         ctx.g_states = ctx.g_weight = None
         return *scaled, None, None, None, None, None
-
-
-def _logits_to_gradients(z_NU: Tensor, p_PU: Tensor, row_N: Tensor, mix: LossMix, head: TargetHead) -> Tensor:
-    """Turn logits into dloss/d(W x) in place and return the losses_N; pair n is taught by row row_N[n] of p."""
-    N, U = z_NU.shape
-    needs, accurate = mix.needs, p_PU.dtype
-    best_P = p_PU.argmax(-1) if "hard" in needs else None
-    entropy_P = -torch.xlogy(p_PU, p_PU).sum(-1) if "entropy" in needs else None
-    nothing = p_PU.new_zeros(0)
-    losses = []
-    size = max(1, BLOCK_ELEMENTS // U)
-    for start in range(0, N, size):
-        rows = row_N[start : start + size]
-        block_NU = z_NU[start : start + size]
-        z = block_NU.to(accurate)
-        p = p_PU[rows]
-        q = torch.softmax(z, -1)
-        lse_N = z.amax(-1) - q.amax(-1).log()
-        below = (q < p).to(accurate) if "overlap" in needs else None
-        mass_N = (q * below).sum(-1) if below is not None else nothing
-        best_N = best_P[rows] if best_P is not None else None
-        terms = SlotTerms(
-            cross_N=lse_N - torch.linalg.vecdot(p, z) if "cross" in needs else nothing,
-            entropy_N=nothing if entropy_P is None else entropy_P[rows],
-            hard_N=nothing if best_N is None else lse_N - z.gather(-1, best_N[:, None]).squeeze(-1),
-            overlap_N=nothing if below is None else mass_N + (p * (1 - below)).sum(-1),
-        )
-        pull = mix.pull(terms)
-        losses.append(pull.loss_N)
-        gradient = _gradient(q, p, best_N, below, mass_N, pull.cross, pull.hard, pull.overlap)
-        if head.softcap is not None:
-            gradient *= 1 - (z / head.softcap).square()
-        if head.scale != 1.0:
-            gradient *= head.scale
-        block_NU.copy_(gradient)
-    return torch.cat(losses) if losses else nothing
-
-
-def _gradient(
-    q: Tensor,
-    p: Tensor,
-    best_N: Tensor | None,
-    below: Tensor | None,
-    mass_N: Tensor,
-    cross: Tensor | float,
-    hard: Tensor | float,
-    overlap: Tensor | float,
-) -> Tensor:
-    """Return dloss/dz of a block from a loss's pulls; overwrites q and p."""
-
-    def column(pull: Tensor | float) -> Tensor | float:
-        return pull[:, None] if isinstance(pull, Tensor) else pull
-
-    if best_N is None and below is None:
-        return q.sub_(p) if cross == 1.0 else q.sub_(p).mul_(cross)
-    along_q: Tensor | float = column(cross) + column(hard)
-    if below is not None:
-        along_q = along_q + column(overlap) * (below - mass_N[:, None])
-    gradient = q.mul_(along_q).sub_(p.mul_(column(cross)))
-    if best_N is not None:
-        pull_N = hard if isinstance(hard, Tensor) else torch.full_like(mass_N if below is not None else q[:, 0], hard)
-        gradient.scatter_add_(-1, best_N[:, None], -pull_N[:, None])
-    return gradient
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ Because a loss sees only these numbers, its gradient by the logits is always the
     d hard / dz    = q - onehot(argmax p)
     d overlap / dz = q * ([q < p] - sum of q where q < p)
 
-so a loss states its value and how strongly it pulls on each, and `train/draft_loss.py` does the rest in chunks.
+so a loss states its value and how strongly it pulls on each, and `kernels/draft_gradients.py` does the rest.
 """
 
 from collections.abc import Callable
@@ -26,29 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.kernels.draft_gradients import Pull
+from eyas.kernels.draft_loss import DraftTerms
 from eyas.models.errors import UserError, nearest
 
 LK_ETA = 3.0
-
-
-@dataclass(frozen=True)
-class SlotTerms:
-    """The numbers of N slots, each [N]; what no loss asked for is empty."""
-
-    cross_N: Tensor
-    entropy_N: Tensor
-    hard_N: Tensor
-    overlap_N: Tensor
-
-
-@dataclass(frozen=True)
-class Pull:
-    """A loss's value per slot, and its derivatives by cross, hard and overlap."""
-
-    loss_N: Tensor
-    cross: Tensor | float = 0.0
-    hard: Tensor | float = 0.0
-    overlap: Tensor | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,22 +38,22 @@ class SlotLoss:
     """A loss and the terms it reads."""
 
     needs: frozenset[str]
-    pull: Callable[[SlotTerms], Pull]
+    pull: Callable[[DraftTerms], Pull]
 
 
-def _kl(terms: SlotTerms) -> Pull:
+def _kl(terms: DraftTerms) -> Pull:
     return Pull(terms.cross_N, cross=1.0)
 
 
-def _ce(terms: SlotTerms) -> Pull:
+def _ce(terms: DraftTerms) -> Pull:
     return Pull(terms.hard_N, hard=1.0)
 
 
-def _tv(terms: SlotTerms) -> Pull:
+def _tv(terms: DraftTerms) -> Pull:
     return Pull(1 - terms.overlap_N, overlap=-1.0)
 
 
-def _lk(terms: SlotTerms) -> Pull:
+def _lk(terms: DraftTerms) -> Pull:
     blend_N = torch.exp(-LK_ETA * terms.overlap_N.detach())
     loss_N = blend_N * (terms.cross_N - terms.entropy_N) + (1 - blend_N) * (1 - terms.overlap_N)
     return Pull(loss_N, cross=blend_N, overlap=blend_N - 1)
@@ -105,7 +87,7 @@ class LossMix:
         """The terms that some part reads."""
         return frozenset().union(*(OBJECTIVES[name].needs for name, _ in self.parts))
 
-    def pull(self, terms: SlotTerms) -> Pull:
+    def pull(self, terms: DraftTerms) -> Pull:
         """Return the weighted sum of the parts."""
         pulls = [(weight, OBJECTIVES[name].pull(terms)) for name, weight in self.parts]
         return Pull(

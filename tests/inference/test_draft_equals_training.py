@@ -17,7 +17,7 @@ from eyas.data.feature_row import FeatureRow
 from eyas.inference.draft import ChainTree
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.sampling import Sampling
-from eyas.models import ttt_attention
+from eyas.kernels import ttt_attention_blocks
 from eyas.models.draft_head import DraftHead
 from eyas.models.target import TargetOutput
 from eyas.models.ttt_attention import TTT_ATTENTIONS
@@ -108,7 +108,7 @@ def batch_of(lines: list[list[int]]) -> FeatureBatch:
 def test_training_logits_equal_the_runtimes_at_every_slot_and_step(
     kind: str, shape: dict[str, Any], lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", 5)
+    monkeypatch.setattr(ttt_attention_blocks, "QUERY_BLOCK", 5)
     head = make_head(kind, **shape)
     assert largest_difference(head, unrolled(head, batch_of(lines), attention), lines) < 1e-4
 
@@ -119,7 +119,7 @@ def test_training_logits_equal_the_runtimes_at_every_slot_and_step(
 def test_slots_that_go_on_without_the_others_are_the_same_slots(
     kind: str, layers: int, lines: list[list[int]], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", 5)
+    monkeypatch.setattr(ttt_attention_blocks, "QUERY_BLOCK", 5)
     head, batch = make_head(kind, num_layers=layers), batch_of(lines)
     vocabulary = vocabulary_of(head)
     plan = ObjectivePlan(LossMix((("kl", 1.0),)), (1.0,) * STEPS, attention=attention)

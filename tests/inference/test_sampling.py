@@ -7,7 +7,9 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eyas.inference.sampling import Coins, Sampling, probabilities
+from eyas.kernels.truncate import BatchSampling, launch_truncate
 from eyas.models.errors import UserError
+from eyas.models.nucleus import nucleus
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -72,8 +74,33 @@ def test_rows_of_different_settings_equal_each_row_alone() -> None:
 
 
 def test_a_flat_distribution_needs_more_than_the_first_tokens() -> None:
-    found = probabilities(torch.zeros(1, 1000), [Sampling(1.0, top_p=0.75)])
+    logits = torch.linspace(0, 1e-3, 1000)[torch.randperm(1000)]
+    found = probabilities(logits[None], [Sampling(1.0, top_p=0.75)])
     assert int((found > 0).sum()) == 750
+
+
+@pytest.mark.parametrize("size", [7, 63, 700])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_equal_logits_are_kept_or_cut_together_by_every_implementation(size: int, top_k: int) -> None:
+    """The one rule of ties; it keeps what the library keeps, and the equals of its last one."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (torch.randn(1, size, generator=generator) * 3).round() / 2
+        top_p = float(torch.rand((), generator=generator)) * 0.98 + 0.01
+        kept = Sampling(1.0, top_k, top_p).probabilities(logits[0]) > 0
+        warpers = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else [])
+        cut = warpers(None, logits.double())
+        theirs = TopPLogitsWarper(top_p)(None, cut)[0] > -math.inf
+        assert torch.equal(kept, logits[0] >= logits[0][theirs].min())
+        assert torch.equal(probabilities(logits, [Sampling(1.0, top_k, top_p)])[0] > 0, kept)
+        weights, ids = nucleus(cut.float(), torch.tensor([top_p]))
+        assert sorted(ids[weights > 0].tolist()) == kept.nonzero().squeeze(1).tolist()
+        if seed > 1:  # the interpreter takes half a second for a row
+            continue
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the kernel, or triton's interpreter
+        settings = (torch.tensor([value], device=device) for value in (1.0, top_k, top_p))
+        truncated = launch_truncate(logits[None].to(device), torch.ones(1).long().to(device), BatchSampling(*settings))
+        assert torch.equal(truncated.probabilities()[0, 0].cpu() > 0, kept)
 
 
 def test_a_greedy_row_has_no_distribution() -> None:

@@ -4,21 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from eyas.inference.draft import TREES, ChainTree, DynamicTree, StaticTree, TreeMaker
 from eyas.inference.drafter import Drafter
-from eyas.inference.eagle_drafter import EagleDrafter, EagleDrafting
+from eyas.inference.eagle_drafter import EagleDrafter
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.inference.model_drafter import ModelDrafter, ModelDrafting
+from eyas.inference.model_drafter import ModelDrafter
 from eyas.inference.prompt_lookup import PromptLookup
 from eyas.inference.sampling import Sampling
-from eyas.inference.session import Session
 from eyas.models.draft_cache import DraftCache
 from eyas.models.eagle3 import Eagle3Head
-from eyas.models.kv_cache import KVCache
 from eyas.models.target import Target
 from eyas.tests.inference.heads import greedy, random_prompt, soften, table_head
+from eyas.tests.inference.session_checks import check_session
 from eyas.tests.toys import tiny_head, tiny_target
 
 # Milder weights than elsewhere: rounding grows little from block to block, and 1e-5 can be asked of the caches.
@@ -63,53 +61,6 @@ def test_plain_decoding_in_a_batch_is_plain_decoding_alone() -> None:
     requests = [GenerationRequest(prompt, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     for text, request, generation in zip(TEXTS, requests, Engine(TARGET).generate(requests), strict=True):
         assert list(generation.token_ids) == text[len(request.prompt_ids) :][: request.max_new_tokens]
-
-
-def close(ours: Tensor, true: Tensor) -> None:
-    """Assert equality within 1e-5 of the largest entry."""
-    scale = max(1.0, float(true.abs().max()))
-    assert float((ours - true).abs().max()) <= 1e-5 * scale
-
-
-def check_target_cache(target: Target, cache: KVCache, row: int, text: list[int]) -> Any:
-    """Compare a row of the target's cache with a fresh prefill of the text; returns the prefill's states."""
-    cached = len(text) - 1
-    fresh = target.new_cache(batch=1, capacity=cached)
-    fresh.write_at(0, cached)
-    out = target.forward(torch.tensor([text[:-1]]), cache=fresh)
-    for ours, true in zip(cache.buffers, fresh.buffers, strict=True):
-        close(ours.keys[row, :, :cached], true.keys[0])
-        close(ours.values[row, :, :cached], true.values[0])
-    return out
-
-
-def check_draft_cache(drafting: EagleDrafting, row: int, text: list[int], out: Any) -> None:
-    """Compare a row of the head's cache with a fresh pass over the text, and the state of its last slot."""
-    cached, cache = len(text) - 1, drafting.cache
-    assert (cache.lengths[row], cache.tree_length) == (cached, 0)
-    fresh = EagleDrafting(drafting.head, drafting.tree)
-    fresh.join([tuple(text)], [Sampling()], capacity=cached)
-    fresh.extend(0, [text[1:]], out)
-    for name in ("keys", "values"):
-        close(getattr(cache, name)[:, row, :, :cached], getattr(fresh.cache, name)[:, 0, :, :cached])
-    close(drafting.features_RD[row], fresh.features_RD[0])
-    close(drafting.logits_RU[row], fresh.logits_RU[0])
-
-
-def check_session(session: Session) -> None:
-    assert session.cache is not None
-    for r, running in enumerate(session.rows):
-        text = [*running.request.prompt_ids, *running.tokens]
-        assert running.cached == len(text) - 1
-        out = check_target_cache(session.target, session.cache, r, text)
-        if isinstance(session.drafting, EagleDrafting):
-            check_draft_cache(session.drafting, r, text, out)
-        if isinstance(session.drafting, ModelDrafting):
-            mine = session.drafting.rows[r]
-            assert session.drafting.cache is not None
-            assert mine.text == text
-            assert mine.cached >= len(text) - 2
-            check_target_cache(session.drafting.model, session.drafting.cache, r, text[: mine.cached + 1])
 
 
 DRAFTERS: dict[str, Drafter] = {

@@ -1,12 +1,16 @@
 """The draft-vocabulary losses: values by hand, exact gradients, and the kernels against the reference."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from eyas.kernels.draft_loss import LOSSES, DraftTerms, _DraftTerms, draft_loss, draft_terms, draft_terms_reference
+from eyas.kernels.draft_gradients import draft_gradients, draft_gradients_reference
+from eyas.kernels.draft_loss import DraftTerms, _DraftTerms, draft_terms, draft_terms_reference
+from eyas.kernels.triton_support import interpreted
+from eyas.train.losses import OBJECTIVES, LossMix
 
 # (dtype, atol, rtol) of gradients.
 TOLERANCES = [(torch.float32, 2e-6, 2e-5), (torch.bfloat16, 1e-4, 1e-2), (torch.float16, 2e-5, 2e-3)]
@@ -14,11 +18,11 @@ SMOOTH = ("kl", "ce", "tv")  # lk holds its weight constant, which finite differ
 
 
 def reference_loss(student: Tensor, teacher: Tensor, row: Tensor, kind: str) -> Tensor:
-    return LOSSES[kind](draft_terms_reference(student, teacher, row))
+    return OBJECTIVES[kind].pull(draft_terms_reference(student, teacher, row)).loss_N
 
 
 def kernel_loss(student: Tensor, teacher: Tensor, row: Tensor, kind: str) -> Tensor:
-    return LOSSES[kind](DraftTerms(*_DraftTerms.apply(student, teacher, row)))
+    return OBJECTIVES[kind].pull(DraftTerms(*_DraftTerms.apply(student, teacher, row))).loss_N
 
 
 def test_values_by_hand() -> None:
@@ -47,7 +51,7 @@ def test_gradcheck_of_the_reference(kind: str) -> None:
 def test_lk_blends_kl_and_tv_with_a_weight_that_carries_no_gradient() -> None:
     student = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     teacher, row = torch.randn(3, 7, dtype=torch.float64), torch.arange(3)
-    losses = {kind: reference_loss(student, teacher, row, kind) for kind in LOSSES}
+    losses = {kind: reference_loss(student, teacher, row, kind) for kind in OBJECTIVES}
     weight = torch.exp(-3 * (1 - losses["tv"].detach()))
     p = teacher.softmax(-1)
     blend = weight * (losses["kl"] + (p * p.log()).sum(-1)) + (1 - weight) * losses["tv"]
@@ -57,7 +61,7 @@ def test_lk_blends_kl_and_tv_with_a_weight_that_carries_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES)
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize(("slots", "vocabulary"), [(1, 8), (5, 60), (3, 2049)])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_kernel_equals_reference(
@@ -93,7 +97,7 @@ def test_all_terms_at_once_over_32000_draft_tokens(device: torch.device) -> None
     torch.testing.assert_close(ours.grad.cpu(), truth.grad, atol=1e-6, rtol=1e-2)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", OBJECTIVES)
 def test_tokens_the_teacher_excludes_and_empty_batches(kind: str, device: torch.device) -> None:
     student = torch.randn(2, 300)
     teacher = torch.full((1, 300), -torch.inf)
@@ -141,24 +145,42 @@ def test_what_is_kept_for_backward(device: torch.device) -> None:
 
 def test_the_op_says_what_is_wrong() -> None:
     student, teacher, row = torch.randn(3, 5), torch.randn(2, 5), torch.tensor([0, 1, 1])
-    assert torch.equal(draft_loss(student, teacher, row, kind="kl"), reference_loss(student, teacher, row, "kl"))
-    with pytest.raises(ValueError, match="kind is 'mse': give one of kl, ce, tv, lk"):
-        draft_loss(student, teacher, row, kind="mse")
     with pytest.raises(ValueError, match=r"teacher \(2, 4\)"):
         draft_terms(student, teacher[:, :4], row)
     with pytest.raises(ValueError, match=r"teacher_row_N torch.int32 \(3,\)"):
         draft_terms(student, teacher, row.int())
 
 
+@pytest.mark.parametrize("parts", [(("kl", 1.0),), (("kl", 0.5), ("ce", 0.2), ("lk", 0.7), ("tv", 0.3))], ids=str)
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 2.0)])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_gradients_made_with_the_loss_equal_those_of_autograd(
+    parts: tuple[tuple[str, float], ...], scale: float, softcap: float | None, device: torch.device
+) -> None:
+    pytest.importorskip("triton")
+    mix, row = LossMix(parts), torch.tensor([1, 0, 1, 1, 0])
+    product, teacher = (torch.randn(n, 77) for n in (5, 2))
+    leaf = product.clone().requires_grad_()
+    logits = scale * leaf if softcap is None else softcap * torch.tanh(scale * leaf / softcap)
+    expected = mix.pull(draft_terms_reference(logits, teacher, row)).loss_N
+    expected.sum().backward()
+    ours = [x.to(device) for x in (logits.detach(), teacher, row)]
+    in_blocks = draft_gradients_reference(ours[0].clone(), *ours[1:], mix.pull, mix.needs, scale, softcap)
+    with contextlib.nullcontext() if device.type == "cuda" else interpreted():
+        by_kernel = draft_gradients(*ours, mix.pull, needs=mix.needs, scale=scale, softcap=softcap)
+    for loss, gradient in (in_blocks, by_kernel):
+        torch.testing.assert_close(loss.cpu(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient.cpu(), leaf.grad, atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", OBJECTIVES)
 def test_the_op_runs_the_kernels_on_a_gpu(kind: str) -> None:
     teacher, row = (2 * torch.randn(300, 32000)).bfloat16(), torch.randint(0, 300, (500,))
     student = (teacher[row].float() + torch.randn(500, 32000)).bfloat16()
-    ours, truth = student.cuda().requires_grad_(), student.clone().requires_grad_()
-    loss = draft_loss(ours, teacher.cuda(), row.cuda(), kind=kind)
+    truth, mix = student.clone().requires_grad_(), LossMix(((kind, 1.0),))
+    loss, gradient = draft_gradients(student.cuda(), teacher.cuda(), row.cuda(), mix.pull, needs=mix.needs)
     expected = reference_loss(truth, teacher, row, kind)
     torch.testing.assert_close(loss.cpu(), expected, atol=1e-4, rtol=1e-4)
-    loss.sum().backward()
     expected.sum().backward()
-    torch.testing.assert_close(ours.grad.cpu(), truth.grad, atol=1e-4, rtol=1e-2)
+    torch.testing.assert_close(gradient.cpu(), truth.grad, atol=1e-4, rtol=1e-2)

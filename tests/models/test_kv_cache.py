@@ -228,3 +228,31 @@ def test_latent_attention_is_refused_with_what_it_keeps() -> None:
     cache.write_at(0, 4)
     with pytest.raises(UserError, match=r"keeps 1 heads of 16 numbers per token, its config says 4 of 8 \(latent"):
         target.forward(torch.randint(97, (1, 4)), cache=cache)
+
+
+def test_fixed_writes_and_kept_paths_are_those_of_the_growing_ones() -> None:
+    target = tiny_target(layers=2, aux_layers=())
+    prefix, nodes = torch.randint(97, (2, 4)), torch.randint(97, (2, 3))
+    lengths = torch.tensor([4, 2])
+    slots = lengths[:, None] + torch.arange(3)
+    mask = causal_rows(slots)
+    states = []
+    for fixed in (False, True):
+        cache = target.new_cache(batch=3, capacity=11)
+        cache.write_at(0, 4, rows=slice(0, 2))
+        target.forward(prefix, cache=cache)
+        if fixed:
+            cache.write_fixed(slots)
+            assert cache.visible == 11
+            wide = torch.nn.functional.pad(mask, (0, 11 - mask.shape[-1]))
+        else:
+            cache.write_rows_at(slice(0, 2), slots)
+        out = target.forward(nodes, position_ids_BT=slots, mask_B1TL=wide if fixed else mask, cache=cache)
+        # Row 0 keeps nodes 0 and 2, row 1 its root alone.
+        if fixed:
+            cache.keep_paths(lengths, torch.tensor([[0, 2, -1], [0, -1, -1]]), torch.tensor([1, 0]))
+        else:
+            cache.move(torch.tensor([0]), torch.tensor([6]), torch.tensor([5]))
+        states.append((out.final_hidden_BTD, *(layer.both for layer in cache.buffers)))
+    for ours, theirs in zip(*states, strict=True):
+        close(ours, theirs)

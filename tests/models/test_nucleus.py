@@ -12,11 +12,11 @@ LAST_COIN = 1.0 - 2.0**-53
 
 
 def by_sorting(logits_V: Tensor, top_p: float) -> list[tuple[float, int]]:
-    """The nucleus as (mass, id), likeliest first and ties by id, from a sort of everything."""
+    """The nucleus as (mass, id), likeliest first and equals by id, from a sort of everything."""
     masses = logits_V.float().softmax(-1).double().tolist()
     kept, before = [], 0.0
     for mass, token in sorted(((mass, token) for token, mass in enumerate(masses)), key=lambda one: (-one[0], one[1])):
-        if before >= top_p:
+        if before >= top_p and mass < kept[-1][0]:
             break
         kept.append((mass, token))
         before += mass
@@ -70,7 +70,7 @@ def test_exact_mass_at_a_boundary_ends_the_nucleus_there() -> None:
     assert [token for _, token in found(logits, [0.5])[0]] == [0]
     assert [token for _, token in found(logits, [0.5000001])[0]] == [0, 1]
     assert [token for _, token in found(logits, [0.75])[0]] == [0, 1]
-    assert [token for _, token in found(logits, [0.76])[0]] == [0, 1, 2]  # of the two equal ones the lower id
+    assert [token for _, token in found(logits, [0.76])[0]] == [0, 1, 2, 3]  # equals come together
 
 
 def test_tokens_that_are_ruled_out_stay_out() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.kernels import ttt_attention_blocks
 from eyas.kernels.ttt_attention import first_visible
-from eyas.models import ttt_attention
 from eyas.models.ttt_attention import TTT_ATTENTIONS, TTTContext
 
 B, HEADS, KV, T, DIM, S = 2, 4, 2, 9, 8, 4
@@ -48,7 +48,7 @@ def unrolled(steps: list[list[Tensor]], documents: list[list[int]], attention: s
 
 @pytest.fixture(params=[1, 4, 256], ids="blocks of {}".format)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", request.param)
+    monkeypatch.setattr(ttt_attention_blocks, "QUERY_BLOCK", request.param)
     return request.param
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.kernels import draft_gradients
 from eyas.models.target_head import TargetHead
 from eyas.train import draft_loss as op
 from eyas.train.draft_loss import Lesson, draft_loss, draft_loss_reference, draft_outlook
@@ -45,7 +46,7 @@ def test_any_chunking_equals_whole_logits_in_value_and_gradients(
     head: TargetHead, chunk: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(op, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(draft_gradients, "BLOCK_ELEMENTS", block)
     states_MD, weight_M = inputs()
     weight_UD = head.weight_VD.clone().requires_grad_()
     output = TargetHead(weight_UD, head.bias_V, head.scale, head.softcap)

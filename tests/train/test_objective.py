@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from eyas.data.feature_batch import FeatureBatch, collate
 from eyas.data.feature_row import FeatureRow
-from eyas.models import ttt_attention
+from eyas.kernels import draft_gradients, ttt_attention_blocks
+from eyas.kernels import ttt_attention as kernel_ttt
+from eyas.kernels.triton_support import interpreted
 from eyas.models.draft_head import DraftHead
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
@@ -86,6 +88,53 @@ def test_loss_and_gradients_equal_the_slow_reference(
     assert found.keys() == of_reference.keys() == {name for name, _ in head.named_parameters()}
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, of_reference[name], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a machine with a GPU")
+@pytest.mark.parametrize("loss", OBJECTIVES)
+def test_with_every_kernel_switched_on_they_equal_the_slow_reference_too(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow], loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    launched = set()
+    for module_, name in ((draft_gradients, "launch_gradients"), (kernel_ttt, "launch_forward")):
+        original = getattr(module_, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original) -> Any:
+            launched.add(_name)
+            return _original(*args)
+
+        monkeypatch.setattr(module_, name, counted)
+    batch, module = packed(rows), objective(target, head, loss=loss, weights=WEIGHTS)
+    with interpreted():
+        value = module(batch, module.counts(batch))
+        value.backward()
+    assert launched == {"launch_gradients", "launch_forward"}
+    found = gradients(head)
+    expected = slow_loss(head, target, rows, loss=loss, weights=WEIGHTS, keep_oov=False)
+    expected.backward()
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, gradient in gradients(head).items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", OBJECTIVES)
+def test_training_on_a_gpu_equals_training_on_the_cpu(
+    target: Target, head: Eagle3Head, rows: list[FeatureRow], loss: str
+) -> None:
+    batch, module = packed(rows), objective(target, head, loss=loss, weights=WEIGHTS)
+    value = module(batch, module.counts(batch))
+    value.backward()
+    expected = gradients(head)
+    there = copy.deepcopy(module).cuda()
+    there.head.use_embedding(copy.deepcopy(target.embedding).cuda())
+    there.teacher = module.teacher.to(dtype=torch.float32, device="cuda")
+    there.draft_ids_V = module.draft_ids_V.cuda()
+    moved = FeatureBatch(**{name: tensor.cuda() for name, tensor in batch.__dict__.items()})
+    there(moved, there.counts(moved)).backward()
+    for name, gradient in gradients(there.head).items():
+        torch.testing.assert_close(gradient.cpu(), expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_counts_are_those_of_the_contract(target: Target, head: Eagle3Head, rows: list[FeatureRow]) -> None:
@@ -256,8 +305,8 @@ def test_padded_packed_split_and_recomputed_agree_to_the_last_digits_of_fp64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(draft_loss, "CHUNK_ELEMENTS", 300)
-    monkeypatch.setattr(draft_loss, "BLOCK_ELEMENTS", 130)
-    monkeypatch.setattr(ttt_attention, "QUERY_BLOCK", 6)
+    monkeypatch.setattr(draft_gradients, "BLOCK_ELEMENTS", 130)
+    monkeypatch.setattr(ttt_attention_blocks, "QUERY_BLOCK", 6)
     head: DraftHead = tiny_head(target) if kind == "eagle3" else tiny_eagle1(target)
     settings: dict[str, Any] = {
         "loss": "lk", "normalisation": normalisation, "attention": attention, "feature_weight": float(kind == "eagle1"),
