@@ -145,9 +145,12 @@ def _tensors(files: HeadFiles) -> Iterator[str]:
 
 def _dtypes(files: HeadFiles) -> Iterator[str]:
     kinds = {"d2t": torch.int64, "t2d": torch.bool}
-    named = str(files.fields.get("torch_dtype") or files.fields.get("dtype"))
+    named = files.fields.get("torch_dtype") or files.fields.get("dtype")
+    stated = getattr(torch, str(named), None)
+    if not isinstance(stated, torch.dtype):
+        yield f"{CONFIG} says torch_dtype {named!r}, which is no dtype; the weights' own belongs there"
     for name, tensor in files.tensors.items():
-        expected = kinds.get(name) or getattr(torch, named, None)
+        expected = kinds.get(name) or (stated if isinstance(stated, torch.dtype) else tensor.dtype)
         if tensor.dtype != expected:
             yield f"{name} is {_short(tensor.dtype)}, {CONFIG} and the map's rule say {_short(expected)}"
 
