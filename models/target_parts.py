@@ -77,7 +77,7 @@ def fill(
 
     A tied output head that has no tensor of its own shares the embedding's.
     """
-    names = {id(parameter): (key,) for key, parameter in model.named_parameters()}
+    names: dict[int, tuple[str, ...]] = {id(parameter): (key,) for key, parameter in model.named_parameters()}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if model.config.tie_word_embeddings:
         names[id(output.weight)] += names[id(embedding.weight)]

@@ -128,7 +128,8 @@ def test_a_recipe_runs_to_its_end_on_a_tiny_target_of_its_architecture(
     assert {entry["method"] for entry in greedy} == {"plain", "chain", "tree"}
     for entry in greedy:
         assert entry["identical_to_plain"] == entry["prompts"], entry["differences"]
-        assert (entry["tau"] > 1) >= (entry["method"] == "tree" and entry["prompt_set"] == "all"), (
+    (tree,) = (entry for entry in greedy if (entry["method"], entry["prompt_set"]) == ("tree", "all"))
+    assert tree["tau"] > 1.05
             "nothing was accepted"
         )
 
