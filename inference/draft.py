@@ -60,7 +60,12 @@ class TreeMaker(Protocol):
 
 @runtime_checkable
 class FixedMaker(TreeMaker, Protocol):
-    """A maker whose trees all have one number of nodes: it can draft without the host."""
+    """A maker that can draft without the host."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all its trees have one number of nodes, and nothing about them is decided on the host."""
+        ...
 
     def num_nodes(self, draft_vocab_size: int) -> int:
         """Return how many nodes every tree of a head with so many draft tokens has, root included."""
@@ -120,6 +125,10 @@ class ChainTree:
             ancestors_BNW=pack_ancestors(ancestor_mask(node_RN - 1, whole_R)),
         )
 
+    @property
+    def fixed(self) -> bool:
+        return True
+
     def num_nodes(self, draft_vocab_size: int) -> int:
         return self.max_nodes
 
@@ -178,6 +187,10 @@ class DynamicTree:
         tokens_RP, parents_RP, depths_RP, scores_RP = self._candidates(state)
         count = self.num_nodes(state.head.config.draft_vocab_size) - 1
         return build_tree(root_R, tokens_RP, parents_RP, depths_RP[0], scores_RP, num_draft_tokens=count)
+
+    @property
+    def fixed(self) -> bool:
+        return True
 
     def num_nodes(self, draft_vocab_size: int) -> int:
         k = min(self.top_k, draft_vocab_size)
