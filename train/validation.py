@@ -51,8 +51,13 @@ class HeldOutAcceptance:
     sampled_tree: AcceptanceStats | None = None
 
     def __add__(self, other: "HeldOutAcceptance") -> "HeldOutAcceptance":
-        sums = {name: _sum(mine, getattr(other, name)) for name, mine in self.__dict__.items()}
-        return HeldOutAcceptance(**sums)
+        return HeldOutAcceptance(
+            self.replay + other.replay,
+            self.slot_average + other.slot_average,
+            _sum(self.tree, other.tree),
+            _sum(self.sampled, other.sampled),
+            _sum(self.sampled_tree, other.sampled_tree),
+        )
 
     def taus(self) -> dict[str, float]:
         """Return every tau by the name it is reported under."""
