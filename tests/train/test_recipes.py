@@ -26,6 +26,14 @@ FIRST = {family: name for name, family in reversed(FAMILY_OF.items())}.values()
 LARGE = [name for name in RECIPES if TARGETS[name].parameters > 1e9]
 
 
+@pytest.mark.parametrize("name", ["smollm2-eagle1", "smollm2-eagle3.1", "smollm2-lk"])
+def test_heads_that_are_compared_are_trained_and_measured_on_the_same(name: str) -> None:
+    recipe, plain = load_recipe(name), load_recipe("smollm2-eagle3")
+    assert (recipe.synthesize, recipe.extract, recipe.evaluate) == (plain.synthesize, plain.extract, plain.evaluate)
+    budget = ("steps", "epochs", "line_length", "lines_per_batch", "accumulate")
+    assert all(getattr(recipe.train, key) == getattr(plain.train, key) for key in budget)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_counts_target_and_head_as_published(name: str) -> None:
     plan, target = planned(name), TARGETS[name]
