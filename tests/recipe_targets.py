@@ -158,6 +158,7 @@ TARGETS = {
     "smollm2-quickstart": SMOL,
     "smollm2-eagle1": RecipeTarget(SMOLLM2, 134_515_008, EAGLE1, "chatml"),
     "smollm2-eagle3.1": RecipeTarget(SMOLLM2, 134_515_008, 9_808_128 + 3 * 576, "chatml"),
+    "smollm2-eagle3": SMOL,
     "smollm2-lk": SMOL,
     "smollm2-self": SMOL,
     "smollm2-domain": RecipeTarget(SMOLLM2, 134_515_008, 9_808_128 - 4096 * 576, "chatml"),
