@@ -123,7 +123,7 @@ def _launch_build_tree(
                 BLOCK_P=next_power_of_two(pool),
                 BLOCK_W=next_power_of_two(words),
                 WORD_BITS=WORD_BITS,
-                num_warps=4,
+                num_warps=_warps(next_power_of_two(pool)),
             )
     return Trees(tokens_BN, parents_BN, depths_BN, scores_BN, ancestors_BNW)
 
@@ -201,6 +201,11 @@ def _build_tree_kernel(
         tl.debug_barrier()
 
 
+def _warps(block: int) -> int:
+    """How many warps a pool of up to `block` candidates takes without spilling registers (eyas.kernels.aot)."""
+    return 4 if block <= 256 else 8
+
+
 def aot_builds() -> list[KernelBuild]:
     """The compilations that `eyas.kernels.aot` checks: pools of up to 1024 candidates, one to four words of bits."""
     names = ("root", "tokens", "parents", "depths", "out_tokens", "out_parents", "out_depths", "ancestors")
@@ -215,7 +220,7 @@ def aot_builds() -> list[KernelBuild]:
             types={**pointers, **dict.fromkeys(("pool", "num_chosen", "num_words"), "i32")},
             aligned=frozenset(pointers),
             constants={"BLOCK_P": pool, "BLOCK_W": words, "WORD_BITS": WORD_BITS},
-            options={"num_warps": 4},
+            options={"num_warps": _warps(pool)},
         )
         for pool, words in ((64, 1), (128, 1), (512, 2), (1024, 1), (1024, 4))
     ]

@@ -157,7 +157,7 @@ def launch_truncate(logits_BNV: Tensor, num_nodes_B: Tensor, sampling: BatchSamp
                 BLOCK=BLOCK,
                 BLOCK_C=next_power_of_two(C),
                 TILE=TILE,
-                num_warps=4,
+                num_warps=_warps(next_power_of_two(C)),
             )
     # The kernel leaves the kept mass of each block where its sum of exponentials was.
     return Truncated(
@@ -348,6 +348,11 @@ def probability(logit, token, temperature, top, cut, only, total):
     return tl.where(only >= 0, tl.where(token == only, 1.0, 0.0), sampled)
 
 
+def _warps(blocks: int) -> int:
+    """How many warps so many blocks of logits take without spilling registers (eyas.kernels.aot)."""
+    return 4 if blocks < 512 else 8
+
+
 def aot_builds() -> list[KernelBuild]:
     """The compilations that `eyas.kernels.aot` checks: fp32 and bf16 logits, vocabularies up to 262144."""
     pointers = {
@@ -367,7 +372,7 @@ def aot_builds() -> list[KernelBuild]:
             },
             aligned=frozenset(("logits_ptr", *pointers, "width")),
             constants={"BLOCK": BLOCK, "BLOCK_C": blocks, "TILE": TILE},
-            options={"num_warps": 4},
+            options={"num_warps": _warps(blocks)},
         )
         for element in AOT_ELEMENTS
         for blocks in (1, 512, 1024, 2048)

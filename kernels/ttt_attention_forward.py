@@ -29,7 +29,9 @@ def launch_shape(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -
         "PRECISION": "ieee" if exact else "tf32",
     }
     if exact and backward:
-        return constants, {"num_warps": 4, "num_stages": 1}
+        return constants, {"num_warps": 8 if block_d == MAX_HEAD_DIM else 4, "num_stages": 1}
+    if block_d == 128 and head_dim < block_d and not backward:  # masked columns take registers of their own
+        return constants, {"num_warps": 8, "num_stages": 1}
     return constants, {"num_warps": 8 if block_d >= (64 if backward else 128) else 4, "num_stages": 2}
 
 

@@ -25,7 +25,7 @@ from eyas.tests.toys import tiny_eagle1, tiny_head, tiny_target
 from eyas.tests.train.rows import feature_row, gradients, objective, random_row
 from eyas.tests.train.slow_reference import slow_loss, trained_slots
 from eyas.train import draft_loss
-from eyas.train.losses import OBJECTIVES, LossMix
+from eyas.train.losses import OBJECTIVES
 from eyas.train.objective import TrainingTimeTest
 from eyas.train.slot_weights import SlotWeighting
 
@@ -359,36 +359,6 @@ def test_supervising_everything_trains_the_prompt_too(target: Target, rows: list
     module = objective(target, tiny_head(target), everywhere=True, keep_oov=True)
     assert module.counts(padded(rows)).tolist() == [sum(len(row) - 2 - s for row in rows) for s in range(3)]
     assert module.counts(packed(rows)).tolist() == module.counts(padded(rows)).tolist()
-
-
-def test_eagle1_regresses_the_targets_next_state_and_its_distribution(target: Target, rows: list[FeatureRow]) -> None:
-    head = tiny_eagle1(target).train()
-    row = rows[1]
-    module = objective(target, head, loss="kl", weights=(1.0, 0.5), feature_weight=1.0)
-    module.plan = replace(module.plan, loss=LossMix((("kl", 0.1),)))
-    batch = padded([row])
-    value = float(module(batch, module.counts(batch)).detach())
-    expected = 0.0
-    features = module._unroll(batch)
-    for step, weight in enumerate((1.0, 0.5)):
-        slots = trained_slots(row, step, drafted=None)
-        losses = []
-        for t in slots:
-            o, f = features[step][0, t].detach(), row.final_hidden_TD[t + 1 + step]
-            gap = (o - f).abs()
-            smooth = torch.where(gap < 1, gap.square() / 2, gap - 0.5).mean()
-            p, log_q = target.head.logits(f).softmax(-1), target.head.logits(o).log_softmax(-1)
-            losses.append(float(smooth - 0.1 * (p * log_q).sum()))
-        expected += weight * sum(losses) / len(losses)
-    assert value == pytest.approx(expected, rel=1e-5)
-
-
-def test_feature_noise_is_for_training_alone(target: Target, rows: list[FeatureRow]) -> None:
-    module = objective(target, tiny_eagle1(target), feature_noise=0.3)
-    batch = padded(rows)
-    quiet = module.eval()._unroll(batch)[0]
-    assert torch.equal(quiet, module._unroll(batch)[0])
-    assert not torch.equal(quiet, module.train()._unroll(batch)[0])
 
 
 def test_weights_reach_the_loss_and_only_scale_pairs(target: Target, head: Eagle3Head, rows: list[FeatureRow]) -> None:
