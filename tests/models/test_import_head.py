@@ -265,7 +265,7 @@ def test_a_head_of_several_layers_keeps_them_and_names_those_that_are_not_there(
     plain = {name: t for name, t in tensors.items() if name.startswith("layers.0.") and "hidden_norm" not in name}
     for name, tensor in plain.items():
         reads = tensor[:, :40] if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else tensor
-        tensors[name.replace("layers.0.", "layers.1.")] = reads.contiguous()
+        tensors[name.replace("layers.0.", "layers.1.")] = reads.clone()
     files = import_head(publish(tmp_path / "head", config, tensors), target=facts, answers=answers).files
     assert files.fields["num_hidden_layers"] == 2
     assert torch.equal(files.tensors["layers.1.mlp.up_proj.weight"], tensors["layers.0.mlp.up_proj.weight"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from eyas.train.progress import Reporter
 from eyas.train.recipe_io import parse_recipe
 from eyas.train.run_folder import RunFolder
 from eyas.train.slot_weights import SlotWeighting
-from eyas.train.stage_train import loop_plan
+from eyas.train.stage_train import loop_plan, step_note
 from eyas.train.vocabulary import choose_vocabulary
 
 
@@ -218,6 +219,16 @@ def test_compiling_takes_the_mlp_and_leaves_names_as_they_are(
     head = build_head(run, target, DraftVocabulary(torch.arange(100), target.vocab_size))
     assert compiled == ["GatedMLP"]
     assert "midlayer.mlp.up_proj.weight" in head.state_dict()
+
+
+def test_the_progress_says_how_fast_it_is_and_when_it_will_be_done() -> None:
+    values = {"loss": 2.5, "epoch": 1.25, "tokens_per_second": 812.4, "utilisation": 0.437, "seconds_left": 90}
+    soon = datetime.now() + timedelta(seconds=90)
+    said = step_note(values)
+    assert said.startswith("loss 2.500, epoch 1.2, 812 tok/s (44% of the machine's products), done at ")
+    assert said.endswith(f"done at {soon:%H:%M}") or soon.date() != datetime.now().date() or soon.second == 0
+    later = datetime.now() + timedelta(days=3)
+    assert step_note({**values, "seconds_left": 3 * 86400}).endswith(f" on {later:%d %b}")
 
 
 def test_a_full_draft_vocabulary_has_no_map_and_a_small_target_no_more_than_its_own(
