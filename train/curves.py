@@ -37,7 +37,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         known = [(r["step"], r[name]) for r in validations if name in r]
         if known:
             best = max(known, key=lambda point: (point[1], -point[0]))
-            right.annotate(f"best {best[1]:.3f}", best, (0, below), textcoords="offset points", ha="center", fontsize=8)
+            right.annotate(f"best {best[1]:.3f}", best, (0, below), textcoords="offset points", ha="right", fontsize=8)
     right.set(title="held-out acceptance length tau", xlabel="optimizer step")
     depth = max((len(r.get("alpha", ())) for r in validations), default=0)
     for level in range(depth):
@@ -48,7 +48,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     for axes in (left, right, steps_axes):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(framealpha=0.85, edgecolor="none", fontsize=8)
     temporary = picture.with_name(f".{picture.name}.tmp.png")
     figure.savefig(temporary, dpi=120)
     temporary.replace(picture)
