@@ -12,7 +12,7 @@ REPLY_ROW, REPLY_TOKEN = 100, 6.0  # a reply's JSON line in its part
 SHARD_ROW = 100  # a row's share of its shard's header
 MEASUREMENT, MEASURED_TOKEN = 560, 14  # a line of measurements.jsonl
 REPORT, REPORT_MEASUREMENT = 260_000, 950  # report.html with its plots, report.json and acceptance.png
-METRICS_STEP, CURVES, COVERAGE = 205, 90_000, 56_000  # a line of metrics.jsonl; curves.png; coverage.json and .png
+METRICS_STEP, CURVES, COVERAGE = 300, 140_000, 56_000  # a line of metrics.jsonl; curves.png; coverage.json and .png
 STATE_FRAME, HEAD_FRAME, EXPORT_FRAME = 16_000, 4_000, 31_000  # what a checkpoint and heads hold besides tensors
 
 

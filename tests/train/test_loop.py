@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from eyas.data.feature_batch import FeatureBatch
 from eyas.data.feature_row import FeatureRow
 from eyas.inference.acceptance import AcceptanceStats
-from eyas.inference.draft import DynamicTree
 from eyas.models.checkpoint import load_head
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
@@ -369,45 +368,6 @@ def test_training_ends_early_when_patience_is_spent(
     assert saved_state(tmp_path)["position"]["step"] == 6
     _, again = train(target, rows, held_out, plan, tmp_path)  # a finished run stays finished
     assert again == position
-
-
-def test_the_trees_tau_chooses_where_the_plan_says_so_and_every_nth_validation_decodes(
-    target: Target, rows: list[FeatureRow], held_out: list[FeatureRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = iter([(5, 5), (9, 6), (7, 9), (8, 8), (5, 5)])
-
-    def scripted(*args: Any, **settings: Any) -> HeldOutAcceptance:
-        assert settings["tree"] == DynamicTree(3, 2, 4)
-        stats = [AcceptanceStats(3, 10, 30, [count, 0, 0]) for count in next(counts)]
-        return HeldOutAcceptance(stats[0], AcceptanceStats(3), tree=stats[1])
-
-    monkeypatch.setattr(loop, "held_out_acceptance", scripted)
-    decoded: list[Eagle3Head] = []
-
-    def decode(head: Any) -> dict[str, float]:
-        decoded.append(head)
-        return {"decoded_tau": 1.25}
-
-    reports: list[dict[str, Any]] = []
-    head = tiny_head(target).train()
-    plan = loop_plan(steps=8, validate_every=2, best_by="tree", decode_every=2)
-    position = train_head(
-        objective(target, head), rows, held_out, plan, tmp_path, accelerator=Accelerator(cpu=True), key=KEY,
-        report=reports.append, decode=decode, work=lambda batch: 1e9,
-    )  # fmt: skip
-    assert (position.best_step, position.best_tau) == (4, pytest.approx(1.9))
-    saved = json.loads((tmp_path / "best" / "eyas.json").read_text())["validation"]
-    assert (saved["replay"]["tau"], saved["tree"]["tau"]) == (pytest.approx(1.7), pytest.approx(1.9))
-    assert decoded == [head] * 3
-    validations = [fields for fields in reports if fields["event"] == "validation"]
-    assert [fields.get("decoded_tau") for fields in validations] == [1.25, None, 1.25, None, 1.25]
-    assert [fields["tree_tau"] for fields in validations] == pytest.approx([1.5, 1.6, 1.9, 1.8, 1.5])
-    assert validations[2]["tree_survival"] == [0.9, 0.0, 0.0]
-    assert validations[2]["alpha"] == [0.7, 0.0, 0.0]
-    steps = [fields for fields in reports if fields["event"] == "step"]
-    assert steps[-1]["seconds_left"] == 0.0
-    assert all(fields["flops_per_second"] > 0 for fields in steps)
-    assert steps[3]["seconds_left"] > 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
