@@ -1,6 +1,6 @@
 """The table of docs/recipes.md: every bundled recipe as `eyas plan --card` computes it, on its target's public config.
 
-python -m eyas.tests.recipe_table
+python -m eyas.tests.recipe_table    # writes it there
 """
 
 import json
@@ -33,6 +33,7 @@ CARDS_OF = {
     "gemma-3-12b": "h100",
     "mistral-small": "h200",
 }
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
 DOMAIN_ROWS, DOMAIN_WORDS = 1500, 45
 
 
@@ -103,4 +104,7 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown())
+    page, table = DOCS.read_text(encoding="utf-8"), markdown()
+    start = page.index("| recipe |")
+    DOCS.write_text(page[:start] + table + page[page.index("\n\n", start) :], encoding="utf-8")
+    print(table)
