@@ -244,7 +244,10 @@ def test_embeddings_go_with_a_head_and_stay_behind_when_it_comes_back(name: str,
     assert torch.equal(found["embed_tokens.weight"], stored.to(found["fc.weight"].dtype))
     again = import_head(tmp_path / "out", target=TargetFacts.of(str(model)), answers=Answers()).files
     assert same_tensors(again.tensors, read_head_files(native).tensors)
-    with pytest.raises(UserError, match=r"embed_tokens.weight is there.*eyas import --target|midlayer|no draft head that eyas loads.*bring a foreign head in with eyas import"):
+    with pytest.raises(
+        UserError,
+        match=r"embed_tokens.weight is there.*eyas import --target|midlayer|no draft head that eyas loads.*bring a foreign head in with eyas import",
+    ):
         load_head(tmp_path / "out", dtype=torch.float32)
 
 
