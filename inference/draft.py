@@ -1,11 +1,12 @@
 """Makers of draft trees: what an EAGLE head's guesses are turned into, for all rows of a session at once.
 
-`TREES` names the makers. A dynamic tree (EAGLE-2): every level expands its frontier by top_k children each, keeps the
+`trees.py` names them all. A dynamic tree (EAGLE-2): every level expands its frontier by top_k children each, keeps the
 top_k by cumulative probability as the next frontier, and at the end the best num_draft_tokens of all candidates form
 the tree. That is connected, because a child never scores above its parent and ties go to the parent.
 A static tree (EAGLE-1) has the same shape in every round: see `static_tree.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -13,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from eyas.inference.calibration import Calibration
+from eyas.inference.sampling import Sampling
 from eyas.inference.static_tree import EAGLE1_PATHS, StaticShape
 from eyas.inference.tree import DraftTree
 from eyas.kernels.build_tree import Trees, build_tree
@@ -27,6 +30,7 @@ class HeadState(Protocol):
     """What a maker reads of a session's drafting state: the head, each row's last slot, and how to run tree nodes."""
 
     head: DraftHead
+    samplings: list[Sampling]
     features_RD: Tensor
     logits_RU: Tensor
 
@@ -61,6 +65,11 @@ class TreeMaker(Protocol):
 @runtime_checkable
 class FixedMaker(TreeMaker, Protocol):
     """A maker whose trees all have one number of nodes: it can draft without the host."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it does, whatever the rows' settings: calibrated scores depend on a row's temperature."""
+        ...
 
     def num_nodes(self, draft_vocab_size: int) -> int:
         """Return how many nodes every tree of a head with so many draft tokens has, root included."""
@@ -123,6 +132,10 @@ class ChainTree:
     def num_nodes(self, draft_vocab_size: int) -> int:
         return self.max_nodes
 
+    @property
+    def is_fixed(self) -> bool:
+        return True
+
     def _levels(self, state: HeadState) -> tuple[Tensor, Tensor]:
         """Return (tokens_RK, scores_RK) of the chain below every root."""
         R, device = len(state.logits_RU), state.logits_RU.device
@@ -140,13 +153,20 @@ class ChainTree:
         return torch.cat(tokens, 1), torch.cat(scores, 1)
 
 
+GoesOn = Callable[[Tensor, Tensor, Tensor], bool]  # (depths_RP and scores_RP of the candidates, frontier scores_RK)
+
+
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: `depth` levels, `top_k` wide, the best `num_draft_tokens` candidates kept."""
+    """EAGLE-2's tree: `depth` levels, `top_k` wide, the best `num_draft_tokens` candidates kept.
+
+    A score is the log-probability that the head gives a path or, with a calibration, that of the path's acceptance.
+    """
 
     depth: int
     top_k: int
     num_draft_tokens: int
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         pool = self.top_k + (self.depth - 1) * self.top_k**2
@@ -171,11 +191,12 @@ class DynamicTree:
         if available(state.logits_RU.device):
             trees = self.grow(state, torch.tensor(roots, device=state.logits_RU.device))
             return [DraftTree(*row) for row in zip(*(column.cpu() for column in trees[:4]), strict=True)]
-        return self._rerank(roots, *(column.cpu() for column in self._candidates(state)))
+        columns = (column.cpu() for column in self.candidates(state))
+        return self.rerank(roots, *columns, count=self.num_draft_tokens)
 
     def grow(self, state: HeadState, root_R: Tensor) -> Trees:
         """Return the same trees as tensors on the head's device, all of one shape; reads nothing back."""
-        tokens_RP, parents_RP, depths_RP, scores_RP = self._candidates(state)
+        tokens_RP, parents_RP, depths_RP, scores_RP = self.candidates(state)
         count = self.num_nodes(state.head.config.draft_vocab_size) - 1
         return build_tree(root_R, tokens_RP, parents_RP, depths_RP[0], scores_RP, num_draft_tokens=count)
 
@@ -183,14 +204,21 @@ class DynamicTree:
         k = min(self.top_k, draft_vocab_size)
         return 1 + min(self.num_draft_tokens, k + (self.depth - 1) * k**2)
 
-    def _candidates(self, state: HeadState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (tokens, parents, depths, scores) of every candidate in level order, [R, P], on the head's device."""
+    @property
+    def is_fixed(self) -> bool:
+        return self.calibration is None
+
+    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (tokens, parents, depths, scores) of every candidate in level order, [R, P], on the head's device.
+
+        Before every level but the first `goes_on` is asked whether to draw it.
+        """
         logits_RU = state.logits_RU
         R, device = len(logits_RU), logits_RU.device
         k = min(self.top_k, state.head.config.draft_vocab_size)
         log_p_R1K, ids_R1K = best_children(logits_RU[:, None], k)
         # The pool lists every candidate in level order; a parent is a pool index, -1 for the root.
-        tokens, scores = [state.head.to_target_ids(ids_R1K[:, 0])], [log_p_R1K[:, 0]]
+        tokens, scores = [state.head.to_target_ids(ids_R1K[:, 0])], [self._judged(state, log_p_R1K[:, 0], 1)]
         parents = [torch.full((R, k), -1, device=device)]
         depths = [torch.ones(R, k, dtype=torch.int64, device=device)]
         frontier, pool_size = torch.arange(k, device=device).expand(R, k), k
@@ -198,9 +226,11 @@ class DynamicTree:
         frontier_tokens, frontier_scores = tokens[0], scores[0]
         own = seen = torch.eye(k, dtype=torch.bool, device=device).expand(R, k, k)
         for depth in range(2, self.depth + 1):
+            if not goes_on(torch.cat(depths, 1), torch.cat(scores, 1), frontier_scores):
+                break
             features, logits = state.expand(features, frontier_tokens, depth=depth - 1, tree_mask_RKN=seen)
             log_p_RKK, ids_RKK = best_children(logits, k)
-            totals = (log_p_RKK + frontier_scores[..., None]).flatten(1)
+            totals = (self._judged(state, log_p_RKK, depth) + frontier_scores[..., None]).flatten(1)
             child_tokens = state.head.to_target_ids(ids_RKK).flatten(1)
             tokens.append(child_tokens)
             scores.append(totals)
@@ -214,12 +244,19 @@ class DynamicTree:
             seen = torch.cat((seen.gather(1, origin[..., None].expand(-1, -1, seen.shape[-1])), own), dim=2)
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(scores, 1)
 
-    def _rerank(
-        self, roots: list[int], tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor
+    def _judged(self, state: HeadState, log_q: Tensor, depth: int) -> Tensor:
+        """Return the scores of children below their parents, from the head's own log-probabilities [R, ...]."""
+        if self.calibration is None:
+            return log_q
+        return self.calibration.log_accept(log_q, depth=depth, temperatures=[s.temperature for s in state.samplings])
+
+    @staticmethod
+    def rerank(
+        roots: list[int], tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, *, count: int
     ) -> list[DraftTree]:
-        """Return the trees of the best candidates; the stable sort makes ties go to the parent."""
+        """Return the trees of the best `count` candidates; the stable sort makes ties go to the parent."""
         ranked = torch.sort(scores, dim=1, descending=True, stable=True).indices
-        chosen = ranked[:, : self.num_draft_tokens].sort(dim=1).values
+        chosen = ranked[:, :count].sort(dim=1).values
         of_chosen = parents.gather(1, chosen)
         position = torch.where(of_chosen < 0, 0, torch.searchsorted(chosen, of_chosen.clamp(min=0)) + 1)
 
@@ -288,6 +325,3 @@ class StaticTree:
         rows = zip(torch.cat(tokens, 1).cpu(), torch.cat(scores, 1).cpu(), strict=True)
         shape = self.shape
         return [DraftTree(row_tokens, shape.parents_N, shape.depths_N, row_scores) for row_tokens, row_scores in rows]
-
-
-TREES = {"chain": ChainTree, "static": StaticTree, "dynamic": DynamicTree}

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.inference.cost_aware_tree import CostAwareTree
 from eyas.inference.draft import TreeMaker
+from eyas.inference.drafter import Drafting
+from eyas.inference.paced_drafting import PacedDrafting
 from eyas.inference.sampling import Sampling
 from eyas.inference.tree import DraftTree
 from eyas.models.draft_cache import DraftCache
@@ -53,8 +56,9 @@ class EagleDrafter:
         self.tree.check(config.draft_vocab_size)
         self.head.lend(target)
 
-    def open(self) -> "EagleDrafting":
-        return EagleDrafting(self.head, self.tree)
+    def open(self) -> Drafting:
+        drafting = EagleDrafting(self.head, self.tree)
+        return PacedDrafting(drafting, self.tree) if isinstance(self.tree, CostAwareTree) else drafting
 
 
 class EagleDrafting:
@@ -68,6 +72,7 @@ class EagleDrafting:
         self.head = head
         self.tree = tree
         self.rows = 0
+        self.samplings: list[Sampling] = []
         self.cache = DraftCache(
             kv_heads=head.config.num_key_value_heads,
             head_dim=head.config.head_dim,
@@ -82,6 +87,7 @@ class EagleDrafting:
 
     def join(self, prompts: list[tuple[int, ...]], samplings: list[Sampling], *, capacity: int) -> None:
         self.rows += len(prompts)
+        self.samplings += samplings
         # Behind the committed slots lie a tree's nodes, or the padding of a commit of up to depth + 1 slots.
         spare = max(self.tree.scratch, self.tree.depth + 1)
         self.cache.grow(batch=self.rows, capacity=capacity + spare)
@@ -98,8 +104,10 @@ class EagleDrafting:
         fused_RTD = self.head.fuse(read_RTF.to(self.features_RD.dtype))
         last_R = torch.tensor([r * longest + count - 1 for r, count in enumerate(counts)], device=device)
         feature, logits = self.head.step(fused_RTD, tokens_RT, positions_RT, self.cache, logits_at=last_R)
-        self.features_RD = torch.cat((self.features_RD[:first], feature.flatten(0, 1)[last_R]))
-        self.logits_RU = torch.cat((self.logits_RU[:first], logits))
+        behind = first + len(counts)
+        features_RD = feature.flatten(0, 1)[last_R]
+        self.features_RD = torch.cat((self.features_RD[:first], features_RD, self.features_RD[behind:]))
+        self.logits_RU = torch.cat((self.logits_RU[:first], logits, self.logits_RU[behind:]))
 
     @torch.inference_mode()
     def draft(self, roots: list[int]) -> list[DraftTree]:
@@ -120,6 +128,8 @@ class EagleDrafting:
 
     def leave(self, row: int) -> None:
         self.rows -= 1
+        self.samplings[row] = self.samplings[-1]
+        self.samplings.pop()
         kept = list(range(self.rows + 1))
         kept[row] = self.rows
         if row != self.rows:

@@ -21,6 +21,7 @@ from eyas.inference.draft import FixedMaker
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.request import Running
 from eyas.inference.round_graphs import Stage, captured
+from eyas.inference.sampling import Sampling
 from eyas.kernels.build_tree import Trees
 from eyas.kernels.tree_layout import WORD_BITS
 from eyas.kernels.truncate import BatchSampling
@@ -74,6 +75,7 @@ class FixedRound:
     """
 
     head: DraftHead
+    samplings: list[Sampling]
     features_RD: Tensor
     logits_RU: Tensor
 
@@ -91,7 +93,7 @@ class FixedRound:
             depth = drafting.tree.depth
             self.num_nodes = drafting.tree.num_nodes(drafting.head.config.draft_vocab_size)
             self.maker = drafting.tree
-            self.head = drafting.head
+            self.head, self.samplings = drafting.head, drafting.samplings
             self.features_RD = drafting.features_RD.new_zeros(rows, drafting.features_RD.shape[1])
             self.logits_RU = drafting.logits_RU.new_zeros(rows, drafting.logits_RU.shape[1])
         self.inputs = _RowInputs(rows, depth + 1, self.device)

@@ -200,6 +200,7 @@ class Session:
         drafts = drafting is None or (
             isinstance(drafting, EagleDrafting)
             and isinstance(drafting.tree, FixedMaker)
+            and drafting.tree.is_fixed
             and drafting.head.device == self.target.device
         )
         return self.fixed and drafts and all(row.rule is None and not row.request.logprobs for row in self.rows)

@@ -80,6 +80,17 @@ def read_head_files(folder: Path) -> HeadFiles:
     return HeadFiles(fields, tensors, card, str(folder))
 
 
+def update_card(folder: Path, fields: dict[str, Any]) -> None:
+    """Set some fields of a head's eyas.json, which is replaced whole."""
+    path = folder / CARD
+    card = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    unfinished = folder / f".{CARD}.{os.getpid()}.tmp"
+    unfinished.write_text(json.dumps({**card, **fields, "schema": SCHEMA}, indent=2) + "\n", encoding="utf-8")
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
 def write_head_files(
     folder: Path,
     files: HeadFiles,

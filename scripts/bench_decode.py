@@ -1,11 +1,15 @@
 """`eyas bench decode HEAD --target MODEL`: all ways of decoding, and transformers', on the same prompts in turn."""
 
 import json
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.models.errors import UserError, nearest
+from eyas.scripts.bench_methods import PLAIN, Compared, compared_methods
 from eyas.scripts.decoding import (
     DtypeOption,
     HeadArgument,
@@ -15,25 +19,37 @@ from eyas.scripts.decoding import (
     TokensOption,
     TopPOption,
     check_sampling,
-    load_runtime,
-    parse_tree,
 )
 from eyas.scripts.options import JsonOption
 
 if TYPE_CHECKING:
-    from eyas.inference.decode_bench import BenchEntry, Method
+    from eyas.inference.decode_bench import BenchEntry, Efficiency
 
-PLAIN = "plain"
+WIDTH = 130  # of the table where nobody's terminal limits it
 
 
 def run(
     head: HeadArgument,
     target: TargetOption = None,
     prompts: Annotated[str, typer.Option(help="A JSONL file of messages, or bundled:eval.")] = "bundled:eval",
-    per_set: Annotated[int, typer.Option(help="Prompts taken of each category.")] = 2,
+    per_set: Annotated[int, typer.Option(help="Prompts taken of each category.", min=1)] = 2,
     draft_model: Annotated[str | None, typer.Option(help="A small model with the target's tokenizer, too.")] = None,
-    trees: Annotated[list[str] | None, typer.Option("--tree", help="Trees of the head; repeatable.")] = None,
-    batches: Annotated[list[int] | None, typer.Option("--batch", help="Prompts side by side; repeatable.")] = None,
+    trees: Annotated[
+        list[str] | None, typer.Option("--tree", help="Trees of the head; repeatable (default: some of every kind).")
+    ] = None,
+    batches: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--batch", help="Prompts side by side; repeatable. More than a set has: of all sets together.", min=1
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--method", help="Only these methods beside plain; repeatable.")
+    ] = None,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option("--vllm-python", envvar="EYAS_VLLM_PYTHON", help="A python that has vLLM: compare with it, too."),
+    ] = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
@@ -42,82 +58,96 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Compare ways of decoding."""
-    from eyas.data.sources import read_prompts
     from eyas.inference.decode_bench import BenchPlan, bench_decoding
     from eyas.train.progress import Reporter
 
     sampling, sizes = check_sampling(temperature, 0, top_p, seed), tuple(batches or [1])
-    methods, runtime = _methods(head, target, draft_model, trees or [], dtype=dtype, batch=max(sizes))
-    sets: dict[str, list[tuple[int, ...]]] = {}
-    for prompt in read_prompts(prompts):
-        taken = sets.setdefault(prompt.category, [])
-        if len(taken) < per_set:
-            taken.append(tuple(runtime.template.ids(list(prompt.messages), add_generation_prompt=True)))
-    plan = BenchPlan(sizes, max_new_tokens, runtime.stop_ids, sampling)
     reporter = Reporter(quiet=as_json)
-    with reporter.bar("tok") as bar:
-        entries = bench_decoding(
-            methods, sets, plan, lambda done, total, tokens: bar.update("decoding", done, total, tokens)
-        )
+    compared = compared_methods(
+        head, target, draft_model=draft_model, trees=trees, prompts=prompts, per_set=per_set, batch=max(sizes),
+        dtype=dtype, vllm_python=vllm_python, max_new_tokens=max_new_tokens, greedy=temperature == 0, reporter=reporter,
+    )  # fmt: skip
+    methods = compared.methods
+    if unknown := set(only or ()) - set(methods):
+        name = min(unknown)
+        raise UserError(f"--method {name!r} is none of {', '.join(methods)}.{nearest(name, methods)}")
+    methods = {name: method for name, method in methods.items() if only is None or name in (PLAIN, *only)}
+    plan = BenchPlan(sizes, max_new_tokens, compared.runtime.stop_ids, sampling)
+    try:
+        with reporter.bar("tok") as bar:
+            entries = bench_decoding(
+                methods, compared.sets, plan, lambda done, total, tokens: bar.update("decoding", done, total, tokens)
+            )
+    finally:
+        compared.close()
+    order = list(methods)
+    entries.sort(key=lambda entry: (entry.batch, entry.prompt_set, order.index(entry.method)))
     if as_json:
-        rows = [{**asdict(entry), "tokens_per_second": entry.tokens_per_second} for entry in entries]
-        typer.echo(json.dumps({"target": runtime.target, "head": head, "dtype": dtype, "results": rows}, indent=2))
+        typer.echo(json.dumps(_report(head, compared, entries, dtype=dtype), indent=2))
     else:
         _print(entries)
 
 
-def _methods(
-    head: str, target: str | None, draft_model: str | None, trees: list[str], *, dtype: str, batch: int
-) -> "tuple[dict[str, Method], Any]":
-    """Return the methods by name, plain decoding first, and the runtime that lends them template and stop tokens."""
+def _report(head: str, compared: Compared, entries: "list[BenchEntry]", *, dtype: str) -> dict[str, Any]:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from eyas.inference.decode_bench import EngineMethod, LibraryMethod
-    from eyas.inference.eagle_drafter import EagleDrafter
-    from eyas.inference.engine import Engine
-    from eyas.inference.model_drafter import ModelDrafter
-    from eyas.inference.prompt_lookup import PromptLookup
-    from eyas.models.bundled import resolve_model
-    from eyas.models.target import Target
+    efficiency = _efficiencies(entries)
+    rows = [
+        {
+            **asdict(entry),
+            "tokens_per_second": entry.tokens_per_second,
+            "efficiency": None if (known := efficiency[number]) is None else asdict(known),
+        }
+        for number, entry in enumerate(entries)
+    ]
+    return {
+        "target": compared.runtime.target,
+        "head": head,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "latency": None if compared.latency is None else json.loads(compared.latency.as_json()),
+        "results": rows,
+    }
 
-    shapes = {text: parse_tree(text) for text in trees or ["chain:5", "static", "dynamic:5,8,16"]}
-    runtime = load_runtime(head, target, next(iter(shapes)), dtype=dtype, batch=batch)
-    loaded, drafter = runtime.engine.target, runtime.engine.drafter
 
-    def ours(way: Any) -> EngineMethod:
-        return EngineMethod(Engine(loaded, drafter=way, batch=batch))
+def _plain(entries: "list[BenchEntry]") -> "dict[tuple[str, int], BenchEntry]":
+    return {(entry.prompt_set, entry.batch): entry for entry in entries if entry.method == PLAIN}
 
-    methods: dict[str, Method] = {PLAIN: ours(None), "lookup": ours(PromptLookup(8, 3))}
-    if draft_model is not None:
-        small = Target.load(draft_model, dtype=loaded.dtype, device=str(loaded.device)).pack(rows=1)
-        methods["draft model"] = ours(ModelDrafter(small, 5))
-    if isinstance(drafter, EagleDrafter):
-        for text, shape in shapes.items():
-            methods[text] = ours(EagleDrafter(drafter.head, shape))
-    untouched: Any = AutoModelForCausalLM.from_pretrained(resolve_model(runtime.target), dtype=getattr(torch, dtype))
-    untouched = untouched.to(loaded.device).eval()
-    methods["transformers"] = LibraryMethod(untouched)
-    methods["transformers lookup"] = LibraryMethod(untouched, lookup=8)
-    return methods, runtime
+
+def _efficiencies(entries: "list[BenchEntry]") -> "list[Efficiency | None]":
+    from eyas.inference.decode_bench import Efficiency
+
+    plain = _plain(entries)
+    return [Efficiency.of(entry, plain[entry.prompt_set, entry.batch]) for entry in entries]
 
 
 def _print(entries: "list[BenchEntry]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    plain = {(entry.prompt_set, entry.batch): entry for entry in entries if entry.method == PLAIN}
+    plain = _plain(entries)
     table = Table(title="decoding, interleaved", title_justify="left")
-    for column in ("prompts", "batch", "method", "tau", "tokens/s", "against plain", "same as plain"):
-        table.add_column(column, justify="left" if column in ("prompts", "method") else "right")
-    for entry in sorted(entries, key=lambda entry: (entry.batch, entry.prompt_set)):
+    names = ("prompts", "method")
+    numbers = ("batch", "tau", "drafted", "tokens/s", "against plain", "verify", "draft", "efficiency", "same as plain")
+    for column in (*names, *numbers):
+        table.add_column(column, justify="left" if column in names else "right")
+    for entry, known in zip(entries, _efficiencies(entries), strict=True):
+        alone = plain[entry.prompt_set, entry.batch]
+        costs = ("", "", "") if known is None else (known.verify_cost, known.draft_cost, known.efficiency)
         table.add_row(
             f"{entry.prompt_set} ({entry.prompts})",
-            str(entry.batch),
             entry.method,
-            "" if entry.tau is None else f"{entry.tau:.2f}",
+            str(entry.batch),
+            *("" if value is None else f"{value:.2f}" for value in (entry.tau, entry.drafted)),
             f"{entry.tokens_per_second:.1f}",
-            f"{entry.tokens_per_second / plain[entry.prompt_set, entry.batch].tokens_per_second:.2f}x",
+            f"{entry.tokens_per_second / alone.tokens_per_second:.2f}x",
+            *(cost if isinstance(cost, str) else f"{cost:.2f}" for cost in costs),
             f"{entry.same} of {entry.prompts}",
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    console.print(
+        "verify, draft: costs of a round relative to a plain token; efficiency: speed-up of decoding alone over "
+        "tau / (verify + draft)",
+        style="dim",
+    )

@@ -9,7 +9,6 @@ import typer
 
 from eyas.models.errors import UserError
 from eyas.scripts.decoding import (
-    DEFAULT_TREE,
     DtypeOption,
     HeadArgument,
     Runtime,
@@ -19,13 +18,13 @@ from eyas.scripts.decoding import (
     TokensOption,
     TopKOption,
     TopPOption,
-    TreeOption,
     check_sampling,
     describe,
     load_runtime,
     print_summary,
     stream_reply,
 )
+from eyas.scripts.tree_option import DEFAULT_TREE, TreeOption
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ import sys
 import typer
 
 from eyas.models.errors import CheckFailed, UserError
-from eyas.scripts import chat, doctor, export, generate, import_head, plan, preview, push, run, verify_engine
+from eyas.scripts import calibrate, chat, doctor, export, generate, import_head, plan, preview, push, run, verify_engine
 from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -29,6 +29,7 @@ app.command("export")(export.export)
 app.command("import")(import_head.import_verb)
 app.command("doctor")(doctor.doctor)
 app.command("push")(push.push)
+app.command("calibrate")(calibrate.calibrate)
 app.command("verify-engine")(verify_engine.verify_engine)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.models.errors import UserError, nearest
+from eyas.models.errors import UserError
+from eyas.scripts.tree_option import AskedTree, parse_tree
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from eyas.data.encode import ChatTemplate
-    from eyas.inference.draft import TreeMaker
+    from eyas.inference.calibration import Calibration
     from eyas.inference.engine import Engine, Generation, GenerationRequest
+    from eyas.inference.latency import LatencyTable
     from eyas.inference.sampling import Sampling
     from eyas.inference.spelling import Spelling
+    from eyas.models.draft_head import DraftHead
+    from eyas.models.target import Target
+    from eyas.train.progress import Reporter
 
 HeadArgument = Annotated[
     str,
@@ -28,17 +33,12 @@ HeadArgument = Annotated[
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="A model folder, a Hub id or a bundled name (default: the head's own).")
 ]
-TreeOption = Annotated[
-    str,
-    typer.Option(help="chain:DEPTH, dynamic:DEPTH,TOP_K,NODES or static (EAGLE-1's); lookup and model read chain."),
-]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopKOption = Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")]
 TopPOption = Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass.")]
 SeedOption = Annotated[int, typer.Option(help="Fixes every random choice.")]
 TokensOption = Annotated[int, typer.Option(help="The longest reply.")]
 DtypeOption = Annotated[str, typer.Option(help="float32 or bfloat16, of the target; heads run in bfloat16.")]
-DEFAULT_TREE = "dynamic:5,8,16"
 DTYPES = ("float32", "bfloat16")
 
 
@@ -64,52 +64,44 @@ class Runtime:
         return Spelling(self.engine.decode)
 
 
-def parse_tree(text: str) -> "TreeMaker":
-    """Return the tree maker of an option; raises UserError naming what is allowed."""
-    from eyas.inference.draft import TREES, ChainTree, DynamicTree, StaticTree
-
-    name, _, rest = text.partition(":")
-    try:
-        numbers = [int(number) for number in rest.split(",")] if rest else []
-    except ValueError:
-        numbers = [-1] * 9
-    if name == "static" and not numbers:
-        return StaticTree()
-    if name == "chain" and len(numbers) == 1:
-        return ChainTree(*numbers)
-    if name == "dynamic" and len(numbers) == 3:
-        return DynamicTree(*numbers)
-    raise UserError(
-        f"--tree {text!r} is none of chain:DEPTH, dynamic:DEPTH,TOP_K,NODES and static; for example {DEFAULT_TREE}."
-        f"{nearest(name, TREES)}"
-    )
-
-
-def load_runtime(head: str, target: str | None, tree: str, *, dtype: str, batch: int = 1) -> Runtime:
+def load_runtime(
+    head: str, target: str | None, tree: str, *, dtype: str, batch: int = 1, reporter: "Reporter | None" = None
+) -> Runtime:
     """Load target, drafter and chat template; raises UserError where they do not fit."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from eyas.data.encode import ChatTemplate
     from eyas.data.synthesize import stop_token_ids
+    from eyas.inference.eagle_drafter import EagleDrafter
     from eyas.inference.engine import Engine
-    from eyas.models.hub import resolve_head
+    from eyas.models.checkpoint import load_head
+    from eyas.models.packed_linear import pack_linears
     from eyas.models.target import Target, load_tokenizer
+    from eyas.train.progress import Reporter
 
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} must be {' or '.join(DTYPES)}.")
     disable_progress_bar()
-    maker = parse_tree(tree)
-    folder = None if head in ("none", "lookup") or head.startswith("model:") else resolve_head(head)
-    made_for = _metadata(folder)
-    name = target or made_for.get("target")
+    asked, folder = parse_tree(tree), head_folder(head)
+    card = head_card(folder)
+    name = target or card.get("target")
     if name is None:
         raise UserError("name the target: --target MODEL (a model folder, a Hub id or a bundled name).")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    drafter, aux_layers, rows = _drafter(head, folder, maker, dtype=dtype, device=device)
+    rows = 1 if head == "none" else asked.rows
+    eagle = None if folder is None else load_head(folder, dtype=torch.bfloat16, device=device)
+    aux_layers = eagle.config.aux_layers if eagle is not None else ()
     loaded = Target.load(name, dtype=getattr(torch, dtype), aux_layers=aux_layers, device=device).pack(rows=rows)
+    if eagle is not None:
+        pack_linears(eagle, rows=rows)
+        costs = Costs(loaded, eagle, name, batch, reporter or Reporter())
+        calibration = head_calibration(card, name, where=head) if asked.needs_calibration else None
+        drafter: Any = EagleDrafter(eagle, asked.maker(calibration, costs.table))
+    else:
+        drafter = _other_drafter(head, asked, dtype=dtype, device=device)
     tokenizer = load_tokenizer(name)
-    template = ChatTemplate(tokenizer, made_for.get("template_arguments") or {})
+    template = ChatTemplate(tokenizer, card.get("template_arguments") or {})
     engine = Engine(
         loaded,
         drafter=drafter,
@@ -117,6 +109,41 @@ def load_runtime(head: str, target: str | None, tree: str, *, dtype: str, batch:
         decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
     )
     return Runtime(engine, template, stop_token_ids(template, loaded), name, "plain" if head == "none" else tree)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What rounds of a target and a head cost on this machine, with up to `batch` requests side by side."""
+
+    target: "Target"
+    head: "DraftHead"
+    name: str
+    batch: int
+    reporter: "Reporter"
+
+    def table(self, max_nodes: int, top_k: int) -> "LatencyTable":
+        """Return the latency table for trees of so many nodes, measured if this machine has none yet."""
+        from eyas.models.target import model_fingerprint
+        from eyas.train.latency_cache import measured_latency
+
+        return measured_latency(
+            self.target, self.head, target_fingerprint=model_fingerprint(self.name), rows=self.batch,
+            max_nodes=max_nodes, top_k=top_k, reporter=self.reporter,
+        )  # fmt: skip
+
+
+def head_calibration(card: dict[str, Any], target: str, *, where: str) -> "Calibration | None":
+    """Return the calibration in a head's eyas.json, None without; raises UserError when it is another target's."""
+    from eyas.inference.calibration import Calibration
+    from eyas.models.target import model_fingerprint
+
+    calibration = Calibration.from_card(card, where=f"{where}/eyas.json")
+    if calibration is not None and calibration.target != (found := model_fingerprint(target)):
+        raise UserError(
+            f"this head was calibrated on a target with fingerprint {calibration.target}, {target} has {found}: run "
+            "eyas calibrate HEAD --target MODEL."
+        )
+    return calibration
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> "Sampling":
@@ -184,33 +211,32 @@ def summary_line(generation: "Generation") -> str:
     )
 
 
-def _metadata(folder: Path | None) -> dict[str, Any]:
+def head_folder(head: str) -> Path | None:
+    """Return the folder of a HEAD argument, a folder or a Hub id; None where it names no head."""
+    from eyas.models.hub import resolve_head
+
+    return None if head in ("none", "lookup") or head.startswith("model:") else resolve_head(head)
+
+
+def head_card(folder: Path | None) -> dict[str, Any]:
+    """Return the content of a head's eyas.json; empty where there is none, or no head."""
     path = None if folder is None else folder / "eyas.json"
     if path is None or not path.is_file():
         return {}
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _drafter(
-    head: str, folder: Path | None, maker: "TreeMaker", *, dtype: str, device: str
-) -> tuple[Any, tuple[int, ...], int]:
-    """Return (the drafter, the aux layers it reads, how many tokens a target forward carries)."""
+def _other_drafter(head: str, asked: AskedTree, *, dtype: str, device: str) -> Any:
+    """Return the drafter of a HEAD argument that names no head: None, prompt lookup, or a small model."""
     import torch
 
-    from eyas.inference.eagle_drafter import EagleDrafter
     from eyas.inference.model_drafter import ModelDrafter
     from eyas.inference.prompt_lookup import PromptLookup
-    from eyas.models.checkpoint import load_head
-    from eyas.models.packed_linear import pack_linears
     from eyas.models.target import Target
 
     if head == "none":
-        return None, (), 1
+        return None
     if head == "lookup":
-        return PromptLookup(maker.depth), (), maker.depth + 1
-    if folder is None:
-        small = Target.load(head.removeprefix("model:"), dtype=getattr(torch, dtype), device=device)
-        return ModelDrafter(small.pack(rows=1), maker.depth), (), maker.depth + 1
-    loaded = load_head(folder, dtype=torch.bfloat16, device=device)
-    pack_linears(loaded, rows=maker.max_nodes)
-    return EagleDrafter(loaded, maker), loaded.config.aux_layers, maker.max_nodes
+        return PromptLookup(asked.plain.depth)
+    small = Target.load(head.removeprefix("model:"), dtype=getattr(torch, dtype), device=device)
+    return ModelDrafter(small.pack(rows=1), asked.plain.depth)

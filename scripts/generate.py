@@ -9,7 +9,6 @@ import typer
 
 from eyas.models.errors import UserError
 from eyas.scripts.decoding import (
-    DEFAULT_TREE,
     DtypeOption,
     HeadArgument,
     Runtime,
@@ -19,7 +18,6 @@ from eyas.scripts.decoding import (
     TokensOption,
     TopKOption,
     TopPOption,
-    TreeOption,
     check_sampling,
     describe,
     load_runtime,
@@ -28,6 +26,7 @@ from eyas.scripts.decoding import (
     summary_line,
 )
 from eyas.scripts.options import JsonOption
+from eyas.scripts.tree_option import DEFAULT_TREE, TreeOption
 
 if TYPE_CHECKING:
     from eyas.inference.engine import Generation, GenerationRequest
@@ -68,7 +67,7 @@ def generate(
 
     asked = list(_prompts(prompt or [], prompts))
     sampling, penalties = check_sampling(temperature, top_k, top_p, seed), Penalties(repetition_penalty)
-    runtime = load_runtime(head, target, tree, dtype=dtype, batch=batch)
+    runtime = load_runtime(head, target, tree, dtype=dtype, batch=batch, reporter=Reporter(quiet=as_json))
     requests = [
         GenerationRequest(
             runtime.prompt_ids(one.messages),

@@ -1,6 +1,7 @@
 """The exported head in a real vLLM: it loads, drafts what we draft, and accepts as often as our own chain says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 import yaml
 
 from eyas.data.corpus import load_corpus
+from eyas.inference.acceptance import AcceptanceStats
+from eyas.inference.decode_bench import BenchPlan
+from eyas.inference.sampling import Sampling
 from eyas.models.checkpoint import save_head
 from eyas.models.export import export_head
 from eyas.models.launch import Serving
@@ -19,6 +23,7 @@ from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import load_recipe
 from eyas.train.verify_engine import verify_vllm
+from eyas.train.vllm_decoding import VllmMethod
 
 pytestmark = pytest.mark.vllm
 DEPTH = 3
@@ -105,6 +110,36 @@ def test_vllm_drafts_what_we_draft_token_by_token(run: Path) -> None:
     assert parity.passed, parity
     assert parity.rounds_compared == 20
     assert parity.our_tau > 1.2
+
+
+def test_vllm_takes_turns_as_a_method_of_a_comparison(run: Path) -> None:
+    prompts = [tuple(prompt) for prompt in corpus_prompts(run, 6)]
+    model, head = str(run / "model"), run / "run" / "head"
+    stop = frozenset({int(json.loads((run / "model" / "config.json").read_text())["eos_token_id"])})
+    plan = BenchPlan((6,), 24, stop, Sampling())
+    texts, ours = run_ours(
+        target=model, head=head, depth=DEPTH, prompts=[list(p) for p in prompts], tokens=24, stop_ids=stop
+    )
+    longest = max(map(len, prompts)) + 24
+    plain = VllmMethod(vllm_python(), target=model, dtype="float32", batch=6, longest=longest)
+    drafting = VllmMethod.with_head(
+        vllm_python(), target=model, head=str(head), method="eagle3", depth=DEPTH, dtype="float32", longest=longest
+    )
+    try:
+        for half in (slice(0, 3), slice(3, 6)):
+            assert plain.run(prompts[half], plan).token_ids == texts[half]
+        stats = AcceptanceStats(DEPTH)
+        for prompt, text in zip(prompts, texts, strict=True):
+            replies = drafting.run([prompt], plan)
+            assert replies.token_ids == [text]
+            assert replies.stats is not None
+            stats += replies.stats
+        assert stats.tau == pytest.approx(ours.tau, rel=0.1)  # it counts a reply's last round before it cuts it
+        sampled = [replace(plan, sampling=Sampling(1.0, seed=seed)) for seed in range(4)]
+        assert len({tuple(plain.run(prompts[:1], asked).token_ids[0]) for asked in sampled}) > 1
+    finally:
+        plain.close()
+        drafting.close()
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from eyas.train.recipe import HeadSection, Recipe
 from eyas.train.run_folder import RunFolder, fingerprint
 
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
-CODE_VERSION = {"synthesize": 3, "extract": 2, "train": 2, "evaluate": 1, "export": 2}  # raise when results change
+CODE_VERSION = {"synthesize": 3, "extract": 2, "train": 2, "evaluate": 2, "export": 2}  # raise when results change
 
 HOW_TO_REACH_IT = {"backend": {"url", "api_key_env", "concurrency", "retries", "timeout"}}  # changes no reply
 
@@ -138,7 +138,9 @@ class RunContext:
         attention_kinds(self.target_config)
         _ = self.device, self.head_config, self.validation_tree  # raise where the recipe asks for what is not there
         evaluation = self.recipe.evaluate
-        DynamicTree(evaluation.tree.depth, evaluation.tree.top_k, evaluation.tree.num_draft_tokens)
+        trees = (evaluation.tree,) if evaluation.auto is None else (evaluation.tree, evaluation.auto)
+        for tree in trees:
+            DynamicTree(tree.depth, tree.top_k, tree.num_draft_tokens)
         for source in prompt_sources(self.recipe):
             if source.dataset is None:  # datasets are asked for only by the stage that reads them
                 source.probe()

@@ -61,8 +61,7 @@ def free_memory(device: str) -> int:
 
 def measured_speed(device: str) -> Speed:
     """Return the device's speed, measured on the first call on this machine and read from EYAS_HOME after that."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
-    key = fingerprint({"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()})
+    key = fingerprint({"device": device_name(device), "torch": torch.__version__, "threads": torch.get_num_threads()})
     path = cache_home() / "machine" / f"{key}.json"
     try:
         return Speed(**json.loads(path.read_text(encoding="utf-8")))
@@ -70,6 +69,11 @@ def measured_speed(device: str) -> Speed:
         speed = measure(device)
         write_atomically(path, json.dumps(asdict(speed), indent=2))
         return speed
+
+
+def device_name(device: str) -> str:
+    """Return the name of a GPU, or of this machine's processor with its number of cores."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
 
 
 def measure(device: str, *, seconds: float = 0.5) -> Speed:

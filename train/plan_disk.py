@@ -60,7 +60,12 @@ def measurements(facts: Facts) -> int:
     """Return how many prompt-method-temperature combinations are decoded."""
     section = facts.recipe.evaluate
     hot = min(facts.evaluation_prompts, section.sampled_prompts * facts.evaluation_sets)
-    return 3 * sum(facts.evaluation_prompts if t == 0 else hot for t in section.temperatures)
+    return evaluated_methods(facts) * sum(facts.evaluation_prompts if t == 0 else hot for t in section.temperatures)
+
+
+def evaluated_methods(facts: Facts) -> int:
+    """Return how many ways of decoding are compared: plain, chain and tree, and the cost-aware tree where asked for."""
+    return 3 + (facts.recipe.evaluate.auto is not None)
 
 
 def evaluate_bytes(facts: Facts) -> int:

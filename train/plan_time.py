@@ -8,9 +8,10 @@ A forward pass of n tokens takes the longer of computing (2 * active parameters 
 
 from collections.abc import Callable
 
+from eyas.inference.fit_calibration import OBSERVED_TREE, CalibrationPlan
 from eyas.models.size import DTYPE_BYTES
 from eyas.train.machine import Speed
-from eyas.train.plan_disk import extract_bytes, measurements, train_bytes
+from eyas.train.plan_disk import evaluated_methods, extract_bytes, measurements, train_bytes
 from eyas.train.plan_facts import Facts
 
 EFFICIENCY = 0.5
@@ -100,17 +101,20 @@ def train_seconds(facts: Facts, speed: Speed) -> float:
 
 
 def evaluate_seconds(facts: Facts, speed: Speed) -> float:
-    """Plain, chain and tree decoding of every prompt, one at a time, with an assumed acceptance length."""
+    """All methods on every prompt, one at a time, with an assumed acceptance length, and calibration, in batches."""
     section = facts.recipe.evaluate
-    tokens = measurements(facts) / 3 * section.max_new_tokens
+    tokens = measurements(facts) / evaluated_methods(facts) * section.max_new_tokens
     drafted = DTYPE_BYTES[section.draft_dtype] * facts.head.parameters / speed.bytes_per_second
     drafted += 3 * _dispatch(facts.head_config.num_layers, speed)
     seconds = tokens * forward_seconds(facts, speed, tokens=1, dtype=section.dtype)
-    chain, tree = section.chain, section.tree
-    for depth, nodes in ((chain.depth, chain.depth), (tree.depth, tree.num_draft_tokens)):
+    trees = [(tree.depth, tree.num_draft_tokens) for tree in (section.tree, section.auto) if tree is not None]
+    for depth, nodes in ((section.chain.depth, section.chain.depth), *trees):
         verify = forward_seconds(facts, speed, tokens=nodes + 1, dtype=section.dtype)
         seconds += tokens / ASSUMED_TAU * (verify + depth * drafted)
-    return seconds
+    calibration, batch = section.calibration, CalibrationPlan.batch
+    rounds = len(calibration.temperatures) * calibration.prompts * calibration.max_new_tokens / ASSUMED_TAU / batch
+    wide = forward_seconds(facts, speed, tokens=batch * OBSERVED_TREE.max_nodes, dtype=section.dtype)
+    return seconds + rounds * (wide + OBSERVED_TREE.depth * drafted)
 
 
 def export_seconds(facts: Facts, speed: Speed) -> float:

@@ -6,20 +6,14 @@ those after it, and nothing else.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import ByteSize, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+from eyas.train.recipe_evaluate import EvaluateSection, TreeSection
+from eyas.train.recipe_section import Dtype, NonNegative, Positive, Section
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Dtype = Literal["float32", "bfloat16"]
 LossName = Literal["kl", "ce", "tv", "lk"]
-
-
-class Section(BaseModel):
-    """A strict, immutable recipe section."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -30,7 +24,7 @@ class TargetSection(Section):
     """
 
     model: str
-    template_arguments: dict[str, Any] = {}
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
     device: str = "auto"
     device_map: Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None = None
     quantization: Literal["none", "int8"] = "none"
@@ -239,20 +233,6 @@ class HeadSection(Section):
     norm_output: bool = False
 
 
-class ChainSection(Section):
-    """A chain of `depth` drafts."""
-
-    depth: Positive = 5
-
-
-class TreeSection(Section):
-    """A dynamic tree."""
-
-    depth: Positive = 5
-    top_k: Positive = 8
-    num_draft_tokens: Positive = 16
-
-
 class TrainSection(Section):
     """Training-time test. `steps` are optimizer steps; `batching` packs rows into lines or pads one row per line.
 
@@ -311,21 +291,6 @@ class TrainSection(Section):
     patience: NonNegative = 0
     checkpoint_every: Positive = 100
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    seed: NonNegative = 0
-
-
-class EvaluateSection(Section):
-    """Held-out decoding. `sampled_prompts` bounds how many prompts per set are also decoded at each T > 0 (0: none)."""
-
-    prompts: tuple[str, ...] = ("bundled:eval",)
-    self_heldout: bool = True
-    max_new_tokens: Positive = 64
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (0.0, 1.0)
-    sampled_prompts: NonNegative = 12
-    chain: ChainSection = ChainSection()
-    tree: TreeSection = TreeSection()
-    dtype: Dtype = "float32"
-    draft_dtype: Dtype = "bfloat16"
     seed: NonNegative = 0
 
 

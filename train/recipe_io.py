@@ -65,7 +65,9 @@ def _apply(fields: dict[str, Any], override: str) -> None:
         raise UserError(f"--set takes section.key=value, given {override!r}.")
     *parents, last = key.strip().split(".")
     for parent in parents:
-        inner = fields.setdefault(parent, {})
+        if fields.get(parent) is None:  # left out, or switched off
+            fields[parent] = {}
+        inner = fields[parent]
         if not isinstance(inner, dict):
             raise UserError(f"--set {override!r}: {parent!r} is a value, not a section.")
         fields = inner

@@ -12,16 +12,23 @@ from eyas.data.corpus import load_corpus, load_split, write_atomically
 from eyas.data.encode import ChatTemplate
 from eyas.data.sources import read_prompts
 from eyas.data.synthesize import stop_token_ids
-from eyas.inference.draft import ChainTree, DynamicTree
+from eyas.inference.calibration import Calibration
+from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.draft import ChainTree, DynamicTree, TreeMaker
 from eyas.inference.evaluation import EvaluationPlan, EvaluationPrompt, evaluate, summarise
+from eyas.inference.fit_calibration import CalibrationPlan, calibrate
 from eyas.inference.report import write_report
 from eyas.models.checkpoint import load_head
+from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.models.packed_linear import pack_linears
-from eyas.models.target import load_tokenizer
+from eyas.models.target import Target, load_tokenizer
 from eyas.train.context import RunContext
+from eyas.train.latency_cache import measured_latency
 from eyas.train.prompt_sources import check_apart
 from eyas.train.run_folder import fingerprint
+
+CALIBRATION_FILE = "calibration.json"
 
 
 def run_evaluate(context: RunContext) -> dict[str, Any]:
@@ -38,13 +45,14 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
         context.folder.of("train") / "best", dtype=getattr(torch, section.draft_dtype), device=context.device
     )
     pack_linears(head, rows=section.tree.top_k)
-    tree = DynamicTree(section.tree.depth, section.tree.top_k, section.tree.num_draft_tokens)
+    stop_ids = stop_token_ids(template, target)
+    calibration = run_calibration(context, target, head, prompts, stop_ids)
     plan = EvaluationPlan(
-        trees={"chain": ChainTree(section.chain.depth), "tree": tree},
+        trees=evaluation_trees(context, target, head, calibration),
         temperatures=section.temperatures,
         sampled_prompts=section.sampled_prompts,
         max_new_tokens=section.max_new_tokens,
-        stop_ids=stop_token_ids(template, target),
+        stop_ids=stop_ids,
         seed=section.seed,
     )
     with context.reporter.bar("tok") as bar:
@@ -62,12 +70,73 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
         "versions": versions(),
         "command": shlex.join(["eyas", *sys.argv[1:]]),
         "training": context.folder.record("train").get("result", {}),
+        "calibration": calibration_summary(calibration),
         "results": summarise(measurements),
     }
     write_atomically(folder / "report.json", json.dumps(report, indent=2))
     texts = {prompt.id: prompt.text for prompt in prompts}
     write_report(folder, report, measurements, texts=texts, decode=lambda token: str(tokenizer.decode([token])))
     return {"results": report["results"], "prompts": len(prompts)}
+
+
+def run_calibration(
+    context: RunContext, target: Target, head: DraftHead, prompts: list[EvaluationPrompt], stop_ids: frozenset[int]
+) -> Calibration | None:
+    """Return the head's calibration from prompts of the validation split; kept in calibration.json of the stage."""
+    section, path = context.recipe.evaluate, context.folder.of("evaluate") / CALIBRATION_FILE
+    if section.calibration.prompts == 0:
+        return None
+    if path.is_file():  # made before the stage was interrupted
+        card = {"calibration": json.loads(path.read_text(encoding="utf-8"))}
+        return Calibration.from_card(card, where=str(path))
+    measured = {prompt.prompt_ids for prompt in prompts}
+    rows = load_split(context.folder.of("synthesize"), "validation")
+    others = list(dict.fromkeys(row.prompt_ids for row in rows if row.prompt_ids not in measured))
+    chosen = others[:: max(1, len(others) // section.calibration.prompts)][: section.calibration.prompts]
+    if not chosen:
+        raise UserError(
+            "there is no validation prompt that is not evaluated, too, so the head cannot be calibrated; raise "
+            "synthesize.validation or set evaluate.calibration.prompts to 0."
+        )
+    plan = CalibrationPlan(
+        section.calibration.temperatures, section.calibration.max_new_tokens, stop_ids, seed=section.seed
+    )
+    with context.reporter.bar("tok") as bar:
+        calibration = calibrate(
+            target, head, chosen, plan, fingerprint=context.target_fingerprint,
+            progress=lambda name, done, total, tokens: bar.update(f"calibrating, {name}", done, total, tokens),
+        )  # fmt: skip
+    write_atomically(path, json.dumps(calibration.as_dict(), indent=1))
+    return calibration
+
+
+def evaluation_trees(
+    context: RunContext, target: Target, head: DraftHead, calibration: Calibration | None
+) -> dict[str, TreeMaker]:
+    """Return the speculative methods of the recipe; the tree stands last, the report leads with it."""
+    section = context.recipe.evaluate
+    tree, auto = section.tree, section.auto
+    trees: dict[str, TreeMaker] = {"chain": ChainTree(section.chain.depth)}
+    if auto is not None:
+        assert calibration is not None
+        latency = measured_latency(
+            target, head, target_fingerprint=context.target_fingerprint, rows=1,
+            max_nodes=auto.num_draft_tokens + 1, top_k=auto.top_k, reporter=context.reporter,
+        )  # fmt: skip
+        trees["auto"] = CostAwareTree(auto.depth, auto.top_k, auto.num_draft_tokens, calibration, latency)
+    chosen_by = calibration if tree.calibrated else None
+    return {**trees, "tree": DynamicTree(tree.depth, tree.top_k, tree.num_draft_tokens, chosen_by)}
+
+
+def calibration_summary(calibration: Calibration | None) -> dict[str, Any]:
+    """Return what a report says of a calibration: rounds, and log loss per candidate on rounds not fitted on."""
+    if calibration is None:
+        return {}
+    return {
+        "prompts": len(calibration.prompts),
+        **{f"rounds at T={fit.temperature:g}": fit.rounds for fit in calibration.fits},
+        **{f"log loss at T={fit.temperature:g}, before and after": fit.loss for fit in calibration.fits},
+    }
 
 
 def evaluation_prompts(context: RunContext, template: ChatTemplate) -> list[EvaluationPrompt]:

@@ -1,5 +1,6 @@
 """The export stage: the best head as the native checkpoint, with launch lines, numbers and fingerprints."""
 
+import json
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from eyas.models.target_checks import tokenizer_fingerprint
 from eyas.models.target_facts import TargetFacts
 from eyas.train.context import RunContext
 from eyas.train.provenance import provenance
+from eyas.train.stage_evaluate import CALIBRATION_FILE
 
 
 def run_export(context: RunContext) -> dict[str, Any]:
@@ -59,9 +61,16 @@ def head_metadata(context: RunContext) -> dict[str, Any]:
         "training": {name: training[name] for name in _TRAINING if name in training},
         "acceptance": [entry for entry in results if entry["prompt_set"] == "all"],
         "acceptance_by_set": [entry for entry in results if entry["prompt_set"] != "all"],
+        **_calibration(context),
         "recipe": recipe.model_dump(mode="json"),
         "provenance": provenance(seed=recipe.train.seed),
     }
+
+
+def _calibration(context: RunContext) -> dict[str, Any]:
+    """Return the calibration that the evaluate stage made, if it made one."""
+    path = context.folder.of("evaluate") / CALIBRATION_FILE
+    return {"calibration": json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
 
 
 _TRAINING = (

@@ -24,7 +24,7 @@ from eyas.inference.tree import DraftTree
 from eyas.models.bundled import resolve_model
 from eyas.models.checkpoint import head_from_files
 from eyas.models.errors import UserError
-from eyas.models.head_files import CARD, SCHEMA, read_head_files
+from eyas.models.head_files import read_head_files, update_card
 from eyas.models.launch import VLLM_METHODS
 from eyas.models.target import Target, load_tokenizer
 from eyas.train.run_folder import RunFolder
@@ -146,13 +146,8 @@ def verify_vllm(
 
 def record_parity(folder: Path, parity: EngineParity) -> None:
     """Write an engine's result into the head's eyas.json, where the model card finds it."""
-    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
-    card["engines"] = {**card.get("engines", {}), parity.engine: parity.as_dict()}
-    unfinished = folder / f".{CARD}.tmp"
-    unfinished.write_text(json.dumps({**card, "schema": SCHEMA}, indent=2) + "\n", encoding="utf-8")
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(folder / CARD)
+    engines = read_head_files(folder).card.get("engines", {})
+    update_card(folder, {"engines": {**engines, parity.engine: parity.as_dict()}})
 
 
 def report_parity(folder: Path, parity: EngineParity) -> Path | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.model_drafter import ModelDrafting
+from eyas.inference.paced_drafting import PacedDrafting
 from eyas.inference.sampling import Sampling
 from eyas.inference.session import Session
 from eyas.models.kv_cache import KVCache
@@ -52,6 +53,10 @@ def check_session(session: Session) -> None:
         out = check_target_cache(session.target, session.cache, r, text)
         if isinstance(session.drafting, EagleDrafting):
             check_draft_cache(session.drafting, r, text, out)
+        if isinstance(session.drafting, PacedDrafting):
+            fed = text[: len(text) - len(session.drafting.rows[r].tokens)]
+            assert isinstance(session.drafting.drafting, EagleDrafting)
+            check_draft_cache(session.drafting.drafting, r, fed, out)
         if isinstance(session.drafting, ModelDrafting):
             mine = session.drafting.rows[r]
             assert session.drafting.cache is not None

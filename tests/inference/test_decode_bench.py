@@ -4,10 +4,23 @@ import pytest
 import torch
 
 from eyas.inference.acceptance import AcceptanceStats
-from eyas.inference.decode_bench import BenchPlan, EngineMethod, LibraryMethod, Method, Replies, bench_decoding
+from eyas.inference.decode_bench import (
+    BenchEntry,
+    BenchPlan,
+    Efficiency,
+    EngineMethod,
+    LibraryMethod,
+    Method,
+    Replies,
+    RoundCosts,
+    bench_decoding,
+)
 from eyas.inference.engine import Engine
 from eyas.inference.prompt_lookup import PromptLookup
 from eyas.inference.sampling import Sampling
+from eyas.models.errors import UserError
+from eyas.tests.inference.costs import PLAIN as PLAIN_SECONDS
+from eyas.tests.inference.costs import costs
 from eyas.tests.inference.heads import random_prompt
 from eyas.tests.toys import tiny_target
 
@@ -68,6 +81,58 @@ def test_the_library_and_every_engine_write_the_same_greedy_texts_whatever_the_b
         ("library lookup", 1),
     }
     assert {entry.tau for entry in entries if entry.method == "plain"} == {1.0}
+
+
+def test_a_batch_that_no_set_fills_takes_turns_among_the_sets_in_whole_groups() -> None:
+    log: list[tuple[str, int]] = []
+
+    class Noting(Scripted):
+        def run(self, prompts: list[tuple[int, ...]], plan: BenchPlan) -> Replies:
+            asked.append([len(prompt) for prompt in prompts])
+            return super().run(prompts, plan)
+
+    asked: list[list[int]] = []
+    entries = bench_decoding(
+        {"a": Noting("a", log, 3)}, SETS, BenchPlan((5,), 8, frozenset(), Sampling()), lambda *_: None
+    )
+    assert asked[1:] == [[3, 4, 9, 7, 5]]
+    assert [(entry.prompt_set, entry.batch, entry.prompts) for entry in entries] == [("mixed", 5, 5)]
+    with pytest.raises(UserError, match="a batch of 7 needs as many prompts; there are 6"):
+        bench_decoding({"a": Noting("a", log, 3)}, SETS, BenchPlan((7,), 8, frozenset(), Sampling()), lambda *_: None)
+
+
+def entry(seconds: float, rounds: int, costs: RoundCosts | None, *, tokens: int = 42) -> BenchEntry:
+    return BenchEntry("m", "code", 1, 2, tokens, seconds, tau=None, drafted=None, rounds=rounds, same=2, costs=costs)
+
+
+def test_efficiency_is_worked_out_by_hand() -> None:
+    plain = entry(10.0, 40, RoundCosts(prompt_seconds=2.0, verify=40.0))  # 0.2 s per token
+    tree = entry(7.0, 20, RoundCosts(prompt_seconds=2.0, draft_seconds=0.8, verify=24.0))  # 0.125 s per token
+    found = Efficiency.of(tree, plain)
+    assert found is not None
+    assert found.speedup == pytest.approx(1.6)
+    assert found.verify_cost == pytest.approx(1.2)
+    assert found.draft_cost == pytest.approx(0.04 / 0.2)
+    assert found.efficiency == pytest.approx(1.6 / (2.0 / 1.4))
+    alone = Efficiency.of(plain, plain)
+    assert alone is not None
+    assert (alone.speedup, alone.verify_cost, alone.draft_cost, alone.efficiency) == (1.0, 1.0, 0.0, 1.0)
+    assert Efficiency.of(entry(7.0, 20, None), plain) is None
+    assert Efficiency.of(entry(1.0, 0, RoundCosts(), tokens=2), plain) is None
+
+
+def test_an_engine_tells_what_its_rounds_cost() -> None:
+    method = EngineMethod(Engine(TARGET, drafter=PromptLookup(3, 2)), costs(node=5.0))
+    replies = method.run([(5, 6, 7, 5, 6, 7, 5, 6)], PLAN)
+    assert replies.stats is not None
+    assert replies.costs is not None
+    expected = replies.stats.rounds + replies.stats.drafted * 5.0 / PLAIN_SECONDS
+    assert replies.stats.drafted > 0
+    assert replies.costs.verify == pytest.approx(expected)
+    assert replies.costs.draft_seconds > 0
+    assert replies.costs.prompt_seconds > 0
+    assert method.run([(5, 6), (7,)], PLAN).costs is None, "the costs of rows side by side are not those of each"
+    assert EngineMethod(Engine(TARGET)).run([(5, 6)], PLAN).costs is None
 
 
 def test_the_library_samples_when_asked() -> None:

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from eyas.inference.draft import TREES, ChainTree, DynamicTree, StaticTree, TreeMaker
+from eyas.inference.draft import ChainTree, DynamicTree, StaticTree, TreeMaker
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.sampling import Sampling
 from eyas.inference.tree import DraftTree
+from eyas.inference.trees import TREES
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.models.target import TargetOutput
+from eyas.tests.inference.costs import WHOLE
 from eyas.tests.inference.heads import TiedHead, feature_row, fixed_head, greedy, knowing_head, random_prompt, soften
 from eyas.tests.toys import oracle_head, tiny_head, tiny_target
 
@@ -30,6 +32,7 @@ MAKERS: dict[str, list[TreeMaker]] = {
         DynamicTree(4, 3, 30),  # the whole pool
     ],
     "static": [StaticTree(), StaticTree(SPIKY), StaticTree(((1,),))],
+    "auto": [WHOLE],
 }
 ALL = [maker for makers in MAKERS.values() for maker in makers]
 
@@ -246,11 +249,11 @@ def test_an_oracle_fills_the_longest_path(maker: TreeMaker) -> None:
 def test_candidates_are_made_on_the_heads_device() -> None:
     """Under another default device, a tensor made without naming its device would meet the head's and fail."""
     drafting = drafting_for(tiny_head(TARGET))
-    expected = DynamicTree(3, 4, 12)._candidates(drafting)
+    expected = DynamicTree(3, 4, 12).candidates(drafting)
     drafting.cache.discard_tree()
     drafting.head.to("cpu")
     with torch.device("meta"):
-        found = DynamicTree(3, 4, 12)._candidates(drafting)
+        found = DynamicTree(3, 4, 12).candidates(drafting)
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
 

@@ -5,16 +5,18 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.inference.draft import TREES, ChainTree, DynamicTree, StaticTree, TreeMaker
+from eyas.inference.draft import ChainTree, DynamicTree, StaticTree, TreeMaker
 from eyas.inference.drafter import Drafter
 from eyas.inference.eagle_drafter import EagleDrafter
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.model_drafter import ModelDrafter
 from eyas.inference.prompt_lookup import PromptLookup
 from eyas.inference.sampling import Sampling
+from eyas.inference.trees import TREES
 from eyas.models.draft_cache import DraftCache
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.target import Target
+from eyas.tests.inference.costs import DEAR, FREE
 from eyas.tests.inference.heads import greedy, random_prompt, soften, table_head
 from eyas.tests.inference.session_checks import check_session
 from eyas.tests.toys import tiny_head, tiny_target
@@ -25,7 +27,12 @@ LENGTHS = (1, 7, 33)
 PROMPTS = [random_prompt(length, seed=20 + length) for length in LENGTHS]
 LIMITS = (200, 117, 160)
 TEXTS = [[*prompt, *greedy(TARGET, prompt, 210)] for prompt in PROMPTS]
-MAKERS: dict[str, TreeMaker] = {"chain": ChainTree(4), "static": StaticTree(), "dynamic": DynamicTree(4, 3, 11)}
+MAKERS: dict[str, TreeMaker] = {
+    "chain": ChainTree(4),
+    "static": StaticTree(),
+    "dynamic": DynamicTree(4, 3, 11),
+    "auto": FREE,
+}
 HEADS: dict[str, Eagle3Head] = {
     "random": soften(tiny_head(TARGET)),
     "oracle": table_head(TARGET, TEXTS),
@@ -66,6 +73,7 @@ def test_plain_decoding_in_a_batch_is_plain_decoding_alone() -> None:
 DRAFTERS: dict[str, Drafter] = {
     **{f"{name}, {kind}": EagleDrafter(head, maker) for name, head in HEADS.items() for kind, maker in MAKERS.items()},
     "two layers, dynamic": EagleDrafter(soften(tiny_head(TARGET, num_layers=2)), MAKERS["dynamic"]),
+    "random, mostly at rest": EagleDrafter(HEADS["random"], DEAR),
     "draft model": ModelDrafter(tiny_target(layers=2, aux_layers=(), seed=0), 3),
     "draft model that is the target": ModelDrafter(TARGET, 3),
     "prompt lookup": PromptLookup(4, 2),

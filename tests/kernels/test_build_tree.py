@@ -56,7 +56,7 @@ def test_the_reference_is_the_drafter_s_rerank(ties: bool) -> None:
     maker = DynamicTree(depth=5, top_k=4, num_draft_tokens=23)
     tokens, parents, depths, scores = pool(6, 5, 4, ties=ties)
     trees = build_tree_reference(torch.arange(6), tokens, parents, depths, scores, 23)
-    for row, tree in enumerate(maker._rerank(list(range(6)), tokens, parents, depths.expand(6, -1), scores)):
+    for row, tree in enumerate(maker.rerank(list(range(6)), tokens, parents, depths.expand(6, -1), scores, count=23)):
         assert torch.equal(trees.tokens_BN[row], tree.tokens_N)
         assert torch.equal(trees.parents_BN[row], tree.parents_N)
         assert torch.equal(trees.depths_BN[row], tree.depths_N)

@@ -9,14 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from eyas.inference.cost_aware_tree import CostAwareTree
 from eyas.inference.draft import ChainTree, DynamicTree, StaticTree
 from eyas.inference.request import Round
 from eyas.inference.spelling import Piece
 from eyas.models.checkpoint import save_head
 from eyas.models.errors import UserError
 from eyas.models.target import Target
-from eyas.scripts.decoding import parse_tree
 from eyas.scripts.terminal import LiveReply
+from eyas.scripts.tree_option import parse_tree
+from eyas.tests.inference.costs import costs, unchanged
 from eyas.tests.scripts.command import Eyas, Outcome
 from eyas.tests.toys import save_tiny_model, tiny_head
 
@@ -41,6 +43,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
 
 
 COUNT = ("--max-new-tokens", 12)
+KNOWN = unchanged()
 
 
 def test_every_way_of_drafting_writes_the_plain_text(eyas: Eyas, model: Path, head: Path) -> None:
@@ -152,6 +155,10 @@ def test_a_conversation_that_outgrows_the_target_is_told_and_goes_on(eyas: Eyas,
         (("generate", "{head}", "--prompt", "x", "--tree", "dynamic:3,4"), ["dynamic:DEPTH,TOP_K,NODES"]),
         (("generate", "{head}", "--prompt", "x", "--tree", "chain:x"), ["chain:DEPTH"]),
         (("generate", "{head}", "--prompt", "x", "--tree", "chain:0"), ["depth of at least 1, given 0"]),
+        (("generate", "{head}", "--prompt", "x", "--tree", "auto"), ["needs a calibrated head", "eyas calibrate HEAD"]),
+        (("calibrate", "gone"), ["cannot read a head from 'gone'"]),
+        (("calibrate", "{head}", "--temperature", "1"), ["--temperature must be given 0 and at least one above it"]),
+        (("calibrate", "{head}", "--dtype", "int8"), ["--dtype 'int8' must be float32 or bfloat16"]),
         (("generate", "{head}", "--prompt", "x", "--dtype", "int8"), ["--dtype 'int8' must be float32 or bfloat16"]),
         (("generate", "{head}", "--prompt", "x", "--top-p", "0"), ["top_p 0.0 in (0, 1]"]),
         (("generate", "{head}", "--prompt", "x", "--batch", "0"), ["at least one request at a time"]),
@@ -172,11 +179,17 @@ def test_wrong_input_is_one_sentence(
 
 
 def test_trees_are_read_as_written() -> None:
-    assert parse_tree("chain:5") == ChainTree(5)
-    assert parse_tree("dynamic:5,8,16") == DynamicTree(5, 8, 16)
-    assert parse_tree("static") == StaticTree()
-    with pytest.raises(UserError):
-        parse_tree("static:3")
+    never = lambda *_: pytest.fail("these trees need no latency table")  # noqa: E731 - one line that is not to be called
+    assert parse_tree("chain:5").maker(None, never) == ChainTree(5)
+    assert parse_tree("dynamic:5,8,16").maker(None, never) == DynamicTree(5, 8, 16)
+    assert parse_tree("static").maker(None, never) == StaticTree()
+    assert parse_tree("dynamic:5,8,16,calibrated").maker(KNOWN, never) == DynamicTree(5, 8, 16, KNOWN)
+    table = costs()
+    assert parse_tree("auto").maker(KNOWN, lambda *_: table) == CostAwareTree(8, 8, 32, KNOWN, table)
+    assert parse_tree("auto:4,3,9").maker(KNOWN, lambda *_: table) == CostAwareTree(4, 3, 9, KNOWN, table)
+    for wrong in ("static:3", "auto:3", "chain:3,calibrated", "dynamic:5,8,calibrated", "auto:1,2,3", ""):
+        with pytest.raises(UserError):
+            parse_tree(wrong)
 
 
 def test_drafted_tokens_are_coloured_and_finished_lines_stay() -> None:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from eyas.data.corpus import load_corpus
 from eyas.data.feature_store import FeatureStore
+from eyas.inference.calibration import Calibration, prompt_hash
 from eyas.inference.evaluation import read_measurements
 from eyas.models.checkpoint import load_head
 from eyas.tests.toys import save_tiny_model
@@ -208,3 +210,28 @@ def test_a_run_killed_in_every_stage_in_turn_ends_like_one_that_was_left_alone(f
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5)
     assert (folder / "head" / "model.safetensors").is_file()
+
+
+def test_the_head_is_calibrated_on_prompts_that_are_not_measured(finished: Finished) -> None:
+    card = json.loads((finished.folder / "head" / "eyas.json").read_text())
+    found = Calibration.from_card(card, where="eyas.json")
+    assert found is not None
+    assert found.target == card["target_fingerprint"]
+    rows = load_corpus(finished.folder / "corpus" / "corpus.jsonl")
+    validation = {prompt_hash(row.prompt_ids) for row in rows if row.split == "validation"}
+    trained = {prompt_hash(row.prompt_ids) for row in rows if row.split == "train"}
+    assert set(found.prompts) <= validation - trained
+    assert [fit.temperature for fit in found.fits] == [0.0, 1.0]
+    assert all(fit.rounds > 0 for fit in found.fits)
+    assert report(finished.folder)["calibration"]["prompts"] == len(found.prompts) == 2
+
+
+def test_calibrated_and_cost_aware_trees_are_measured_where_asked_for(finished: Finished, tmp_path: Path) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run")
+    settings = ("evaluate.tree.calibrated=true", "evaluate.auto.depth=3", "evaluate.auto.num_draft_tokens=9")
+    again = run(finished.recipe, tmp_path / "run", *(word for setting in settings for word in ("--set", setting)))
+    found = entries(again.folder, "all", 0.0)
+    assert list(found) == ["plain", "chain", "auto", "tree"]
+    assert all(entry["identical_to_plain"] == EVAL_PROMPTS for entry in found.values())
+    assert found["tree"]["drafted"] == 8 * found["tree"]["rounds"]
+    assert "auto" in (again.folder / "evaluation" / "report.html").read_text()

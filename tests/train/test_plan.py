@@ -88,6 +88,7 @@ def test_features_cost_all_states_of_every_token(model: Path, tmp_path: Path) ->
     assert DISK["extract"](facts) > states
     # Four prompts of two sets, plain, chain and tree: all at T=0, one of each set at T=1.
     assert measurements(facts) == 3 * (4 + 2)
+    assert measurements(gather_facts(context_of(model, tmp_path, evaluate={"auto": {}}))) == 4 * (4 + 2)
 
 
 def test_the_public_figure_for_an_8b_model(model: Path, tmp_path: Path) -> None:

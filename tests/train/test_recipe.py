@@ -138,6 +138,11 @@ def test_a_wrong_prompt_source_is_one_sentence(synthesize: dict[str, Any], messa
         ({"synthesize": {"backend": {"url": "http://x/v1"}}}, r"backend\.url is for backend\.kind openai"),
         ({"evaluate": {"prompts": []}}, "nothing to evaluate on"),
         ({"evaluate": {"prompts": [], "self_heldout": False}, "synthesize": {"self_heldout": 4}}, "nothing to eval"),
+        ({"evaluate": {"auto": {}, "calibration": {"prompts": 0}}}, r"need evaluate\.calibration\.prompts above 0"),
+        ({"evaluate": {"tree": {"calibrated": True}, "calibration": {"prompts": 0}}}, "calibration.prompts above 0"),
+        ({"evaluate": {"calibration": {"temperatures": [0.0]}}}, "must be 0 and at least one above it"),
+        ({"evaluate": {"calibration": {"temperatures": [0.0, 1.0, 1.0]}}}, "each once, given"),
+        ({"evaluate": {"calibration": {"temperatures": [0.5, 1.0]}}}, "must be 0 and at least one above it"),
     ],
 )  # fmt: skip
 def test_sections_that_do_not_fit_each_other_are_refused(sections: dict[str, Any], message: str) -> None:

@@ -1,0 +1,29 @@
+"""Calibrations and latency tables whose right decisions can be worked out by hand."""
+
+from eyas.inference.calibration import UNCHANGED, Calibration, TemperatureFit
+from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.latency import LatencyTable, RowsLatency
+
+PLAIN = 10.0  # seconds of a plain round
+
+
+def unchanged(*hits: float) -> Calibration:
+    """Return the calibration that believes the head, with these rates of its best child per depth (default: all)."""
+    rates = hits or (1.0,)
+    fits = [TemperatureFit(t, (UNCHANGED,) * len(rates), rates, rounds=1, loss=(0.0, 0.0)) for t in (0.0, 1.0)]
+    return Calibration("target", (), tuple(fits))
+
+
+def costs(*, node: float = 0.0, feed: float = 0.0, level: float = 0.0, rows: int = 8, nodes: int = 64) -> LatencyTable:
+    """Return a table where every node, feed and level costs so much more than PLAIN, whatever the number of rows."""
+    sizes = (1, nodes)
+    verify = tuple(PLAIN + node * (size - 1) for size in sizes)
+    counts = (1, rows) if rows > 1 else (1,)
+    return LatencyTable(
+        256, tuple(RowsLatency(count, sizes, verify, feed=feed, first=0.0, level=level) for count in counts)
+    )
+
+
+FREE = CostAwareTree(4, 3, 11, unchanged(), costs(feed=1e-6))  # drafts cost nothing: it takes all it may
+WHOLE = CostAwareTree(4, 3, 30, unchanged(), costs(feed=1e-6))  # and may take all there is
+DEAR = CostAwareTree(4, 3, 11, unchanged(), costs(node=10 * PLAIN, feed=PLAIN))  # they cost more than they ever bring
