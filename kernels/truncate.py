@@ -350,7 +350,7 @@ def probability(logit, token, temperature, top, cut, only, total):
 
 def _warps(blocks: int) -> int:
     """How many warps so many blocks of logits take without spilling registers (eyas.kernels.aot)."""
-    return 4 if blocks < 512 else 8
+    return 16 if blocks == 512 else 4
 
 
 def aot_builds() -> list[KernelBuild]:
