@@ -19,7 +19,7 @@ from eyas.train.progress import Reporter
 from eyas.train.recipe_io import bundled_recipes, load_recipe
 from eyas.train.run_folder import RunFolder
 
-# What `eyas plan` measured where docs/log.md was written, so that the table is the same everywhere.
+# Assumed speeds of two CPU cores, near those in docs/log.md, so that the table is the same everywhere.
 TWO_CORES = Card("2 cores of an AMD EPYC", 8_000_000_000, Speed(110e9, 400e9, 20e9, LAUNCH / 3))
 CARDS_OF = {
     "llama-3.1-8b": "h100",
