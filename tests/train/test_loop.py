@@ -20,6 +20,7 @@ from eyas.models.eagle3 import Eagle3Head
 from eyas.models.errors import UserError
 from eyas.models.target import Target
 from eyas.tests.toys import tiny_head, tiny_target
+from eyas.tests.train.nested import equal
 from eyas.tests.train.rows import greedy_row, loop_plan, objective, random_row
 from eyas.train import loop
 from eyas.train.batches import Batches
@@ -81,17 +82,6 @@ def saved_state(folder: Path) -> dict[str, Any]:
     state = load_state(folder / "checkpoints", key=KEY)
     assert state is not None
     return state
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Return whether two nested states are bit-equal."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 class ByHand(nn.Module):

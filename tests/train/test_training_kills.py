@@ -3,26 +3,14 @@
 import multiprocessing
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from eyas.models.checkpoint import load_head
 from eyas.tests.train.killed_training import STEPS, train, train_and_die
+from eyas.tests.train.nested import equal
 from eyas.train.training_state import load_state
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Return whether two nested states are bit-equal."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 @pytest.fixture(scope="module")
