@@ -1,7 +1,8 @@
 """How a request samples: temperature, then top-k, then top-p (the Hugging Face order), and which coins it uses.
 
 The definition is `kernels/truncate.py`'s, ties included; `probabilities` does the same for rows of different settings
-and sorts only as much of a row as its top-p needs. Coins are numbered: coin i decides token i of a request, whoever
+and sorts only as much of a row as its top-p needs. `draw_tokens` draws without a distribution over the vocabulary where
+a top-p leaves few tokens; its masses are then those of an fp32 softmax, as in the kernels. Coins are numbered: coin i decides token i of a request, whoever
 proposes it, so at one seed the text of a deterministic tree is the text of plain sampling.
 """
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.truncate import probabilities_reference
+from eyas.models.draw import draw
 from eyas.models.errors import UserError
+from eyas.models.nucleus import nucleus
 
 DRAFT_SEED = (
     0x9E3779B97F4A7C15  # added to a request's seed for the coins that draft, which must not be those that verify
@@ -43,20 +46,49 @@ class Sampling:
 def probabilities(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
     """Return the fp64 distribution of each row under its own request's settings, [R, V]."""
     assert all(sampling.temperature > 0 for sampling in samplings), "greedy requests have no distribution"
-    device, V = logits_RV.device, logits_RV.shape[-1]
+    device = logits_RV.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
-    logits = logits_RV.double() / temperatures[:, None]
+    logits = _keep_top_k(logits_RV.double() / temperatures[:, None], samplings)
+    cut = [r for r, sampling in enumerate(samplings) if sampling.top_p < 1]
+    if cut:
+        top_p = torch.tensor([samplings[r].top_p for r in cut], dtype=torch.float64, device=device)
+        logits[cut] = _keep_nucleus(logits[cut], top_p)
+    return logits.softmax(-1)
+
+
+def draw_tokens(logits_RV: Tensor, samplings: list[Sampling], coins_R: Tensor) -> Tensor:
+    """Return the token that each row's coin draws under its own request's settings; int64 [R] on the CPU.
+
+    Tokens are drawn in the order of their ids, so every row's text is the same whoever stands beside it.
+    """
+    tokens_R = torch.empty(len(samplings), dtype=torch.int64)
+    few = [r for r, sampling in enumerate(samplings) if sampling.top_p < 1]
+    many = [r for r, sampling in enumerate(samplings) if sampling.top_p == 1]
+    if many:
+        whole = logits_RV if not few else logits_RV[many]
+        tokens_R[many] = draw(probabilities(whole, [samplings[r] for r in many]).cpu(), coins_R[many])
+    if few:
+        logits = (logits_RV if not many else logits_RV[few]).float()
+        settings, device = [samplings[r] for r in few], logits.device
+        warm = logits / torch.tensor([one.temperature for one in settings], device=device)[:, None]
+        top_p_R = torch.tensor([one.top_p for one in settings], dtype=torch.float64, device=device)
+        weights_RK, ids_RK = nucleus(_keep_top_k(warm, settings), top_p_R)
+        ids_RK, order_RK = ids_RK.masked_fill(weights_RK == 0, logits.shape[-1]).sort(-1)
+        places = draw(weights_RK.gather(1, order_RK).cpu(), coins_R[few])
+        tokens_R[few] = ids_RK.cpu().gather(1, places[:, None]).squeeze(1)
+    return tokens_R
+
+
+def _keep_top_k(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Return logits whose rows below their request's top-k are -inf; equals of the last one stay."""
+    V = logits_RV.shape[-1]
     cut = [r for r, sampling in enumerate(samplings) if 0 < sampling.top_k < V]
     if cut:
-        ranks = torch.tensor([samplings[r].top_k - 1 for r in cut], device=device)
-        best = logits[cut].topk(int(ranks.max()) + 1).values
+        ranks = torch.tensor([samplings[r].top_k - 1 for r in cut], device=logits_RV.device)
+        best = logits_RV[cut].topk(int(ranks.max()) + 1).values
         threshold = best.gather(1, ranks[:, None])
-        logits[cut] = logits[cut].masked_fill(logits[cut] < threshold, float("-inf"))
-    nucleus = [r for r, sampling in enumerate(samplings) if sampling.top_p < 1]
-    if nucleus:
-        top_p = torch.tensor([samplings[r].top_p for r in nucleus], dtype=torch.float64, device=device)
-        logits[nucleus] = _keep_nucleus(logits[nucleus], top_p)
-    return logits.softmax(-1)
+        logits_RV[cut] = logits_RV[cut].masked_fill(logits_RV[cut] < threshold, float("-inf"))
+    return logits_RV
 
 
 def _keep_nucleus(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.inference.sampling import Sampling, probabilities
+from eyas.inference.sampling import Sampling, draw_tokens, probabilities
 from eyas.inference.tree import DraftTree, TreeBatch
 from eyas.inference.verify_kernels import Found, chain_paths, greedy_paths, sampled_paths
 from eyas.kernels.block_statistics import ELEMENTS
@@ -114,8 +114,7 @@ def verify_by_sampling(batch: VerifyBatch) -> list[Verification]:
         return _accepted(batch, sampled_paths(batch.trees, batch.logits_RNV, batch.samplings, batch.coins_RC))
 
     def choose(logits_AV: Tensor, rows_A: Tensor, level: int) -> Tensor:
-        p_AV = probabilities(logits_AV, [batch.samplings[row] for row in rows_A.tolist()])
-        return draw(p_AV.cpu(), batch.coins_RC[rows_A, level])
+        return draw_tokens(logits_AV, [batch.samplings[row] for row in rows_A.tolist()], batch.coins_RC[rows_A, level])
 
     return _walk(batch, choose)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eyas.inference.sampling import Coins, Sampling, probabilities
+from eyas.inference.sampling import Coins, Sampling, draw_tokens, probabilities
 from eyas.kernels.truncate import BatchSampling, launch_truncate
+from eyas.models.draw import draw
 from eyas.models.errors import UserError
 from eyas.models.nucleus import nucleus
 
@@ -71,6 +72,27 @@ def test_rows_of_different_settings_equal_each_row_alone() -> None:
             expected = sampling.probabilities(vector)
             torch.testing.assert_close(row, expected)
             assert torch.equal(row > 0, expected > 0)
+
+
+MIXED = [Sampling(0.7, 0, 0.8), Sampling(1.0), Sampling(1.3, 3, 0.9), Sampling(0.9, 3), Sampling(2.0, 0, 0.95)]
+
+
+def test_drawn_tokens_are_those_of_the_whole_distribution_in_the_order_of_ids() -> None:
+    coins = torch.rand(400, len(MIXED), dtype=torch.float64)
+    for coins_R in coins:
+        logits = (2 * torch.randn(len(MIXED), 97)).bfloat16()  # with equals
+        expected = draw(probabilities(logits, MIXED), coins_R)
+        assert torch.equal(draw_tokens(logits, MIXED, coins_R), expected)
+        alone = [draw_tokens(logits[r : r + 1], [one], coins_R[r : r + 1]) for r, one in enumerate(MIXED)]
+        assert torch.equal(torch.cat(alone), expected)
+
+
+@pytest.mark.parametrize("coin", [0.0, 0.5, 1 - 2**-53])
+def test_no_coin_draws_a_token_outside_the_distribution(coin: float) -> None:
+    logits = torch.tensor([[float("-inf"), 3.0, -9.0, 3.0, float("-inf")]]).expand(len(MIXED), 5)
+    tokens = draw_tokens(logits, MIXED, torch.full((len(MIXED),), coin, dtype=torch.float64)).tolist()
+    assert tokens[0] == (1 if coin < 0.5 else 3)
+    assert all(probabilities(logits[:1], [one])[0, token] > 0 for one, token in zip(MIXED, tokens, strict=True))
 
 
 def test_a_flat_distribution_needs_more_than_the_first_tokens() -> None:
