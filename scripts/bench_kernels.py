@@ -101,13 +101,20 @@ def _on_device(page: Path, as_json: bool) -> None:
 
     if not torch.cuda.is_available():
         raise UserError("no CUDA device here: run `eyas bench kernels --compile-only`, or go to a machine with a GPU.")
-    from eyas.scripts.bench_kernels_timing import measure, timing_table
+    from eyas.scripts.bench_kernels_rounds import measure_rounds, rounds_table
+    from eyas.scripts.bench_kernels_timing import event_median_us, measure, overheads_us, timing_table
     from eyas.train.progress import Reporter
 
-    reporter = Reporter()
-    timings = measure(torch.device("cuda"), reporter)
+    reporter, device = Reporter(), torch.device("cuda")
+    timings = measure(device, reporter)
     write_section(page, "kernels timed", timing_table(timings))
-    typer.echo(json.dumps([asdict(x) for x in timings], indent=2) if as_json else timing_table(timings))
+    rounds = measure_rounds(device, reporter, timer=lambda stage: event_median_us(stage, [()]))
+    page_of_rounds = rounds_table(rounds, overheads_us(timings))
+    write_section(page, "rounds timed", page_of_rounds)
+    if as_json:
+        typer.echo(json.dumps({"kernels": [asdict(x) for x in timings], "rounds": asdict(rounds)}, indent=2))
+    else:
+        typer.echo(f"{timing_table(timings)}\n\n{page_of_rounds}")
     wrong = [x for x in timings if x.fault]
     for timing in wrong:
         reporter.error(f"{timing.case}: {timing.fault}; not timed")

@@ -3,18 +3,28 @@
 import dataclasses
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from eyas.inference.draft import ChainTree, DynamicTree
 from eyas.kernels.aot import CAPABILITIES, CompileReport
 from eyas.kernels.triton_support import interpreted
 from eyas.scripts import cli
 from eyas.scripts.bench import BENCHES, write_section
 from eyas.scripts.bench_kernels import compile_table
 from eyas.scripts.bench_kernels_cases import Case, Inputs, Shape, cases
-from eyas.scripts.bench_kernels_timing import measure, timing_table
+from eyas.scripts.bench_kernels_rounds import (
+    RoundShape,
+    RoundTiming,
+    RoundTimings,
+    measure_rounds,
+    needed_bytes,
+    rounds_table,
+)
+from eyas.scripts.bench_kernels_timing import OVERHEAD, Timing, measure, overheads_us, timing_table
 from eyas.train.progress import Reporter
 
 pytest.importorskip("triton")
@@ -121,3 +131,61 @@ def test_a_wrong_kernel_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) 
     assert timing.fault == "2 of 2 values differ from the reference"
     assert timing.kernel_us is None
     assert "wrong: 2 of 2 values differ" in timing_table([timing])
+
+
+TINY_ROUND = RoundShape(
+    "tiny",
+    "llama",
+    {
+        "vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 7, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    draft_vocabulary=61,
+    prompt=9,
+    batches=(1, 3),
+    ways={"plain": None, "chain": ChainTree(2), "tree of 60": DynamicTree(3, 2, 5)},
+    dtype=torch.float32,
+)  # fmt: skip
+
+
+def test_rounds_are_timed_stage_by_stage() -> None:
+    calls = iter(range(1, 1000))
+
+    def pretend_stage(stage: Callable[[], None]) -> float:
+        stage()
+        return 1000.0 * next(calls)
+
+    device = torch.device("cpu")
+    with interpreted():
+        measured = measure_rounds(device, Reporter(quiet=True), shapes=(TINY_ROUND,), timer=pretend_stage, memory=10**9)
+    assert [(x.way, x.batch) for x in measured.timings[::2]] == [
+        (way, batch) for batch in (1, 3) for way in ("plain", "chain", "tree of 60")
+    ]
+    assert measured.timings[1].stages_us == {"draft": 4000.0, "verify": 5000.0, "refeed": 6000.0}
+    assert not any(x.recorded for x in measured.timings)  # no graphs on a CPU
+    table = rounds_table(measured, {})
+    assert "| tiny | plain | 1 | 4.00 | 5.00 | 6.00 | not recorded | 6.00 |  |" in table
+
+
+def test_graphs_are_set_beside_launches_and_the_overhead_beside_the_forward() -> None:
+    launched = RoundTiming("tiny", "tree of 60", 8, False, {"draft": 3000.0, "verify": 12000.0, "refeed": 1000.0})
+    replayed = RoundTiming("tiny", "tree of 60", 8, True, {"draft": 1000.0, "verify": 6180.0, "refeed": 820.0})
+    kernels = [Timing("tiny", case, kernel_us=60.0) for case in OVERHEAD]
+    table = rounds_table(
+        RoundTimings([launched, replayed], {"huge": "needs 60 GB, 20 GB are free"}), overheads_us(kernels)
+    )
+    assert "| tiny | tree of 60 | 8 | 1.00 | 6.18 | 0.82 | 8.00 | 16.00 | 2.00x |" in table
+    assert "huge was left out: needs 60 GB, 20 GB are free." in table
+    assert "take 180 us, 3.0% of the target's forward" in table  # 180 of 6000
+    assert overheads_us(kernels[1:]) == {}
+
+
+def test_a_target_that_does_not_fit_is_left_out() -> None:
+    need = needed_bytes(TINY_ROUND)
+    assert 4 * 97 * 40 < need < 10**7
+    measured = measure_rounds(
+        torch.device("cpu"), Reporter(quiet=True), shapes=(TINY_ROUND,), timer=lambda stage: 1.0, memory=need - 1
+    )
+    assert measured.timings == []
+    assert list(measured.left_out) == ["tiny"]
