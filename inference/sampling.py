@@ -2,8 +2,9 @@
 
 The definition is `kernels/truncate.py`'s, ties included; `probabilities` does the same for rows of different settings
 and sorts only as much of a row as its top-p needs. `draw_tokens` draws without a distribution over the vocabulary where
-a top-p leaves few tokens; its masses are then those of an fp32 softmax, as in the kernels. Coins are numbered: coin i decides token i of a request, whoever
-proposes it, so at one seed the text of a deterministic tree is the text of plain sampling.
+a top-p leaves few tokens; its masses are then those of an fp32 softmax, as in the kernels. Coins are numbered: coin i
+decides token i of a request, whoever proposes it, so at one seed the text of a deterministic tree is that of plain
+sampling.
 """
 
 from dataclasses import dataclass, field

@@ -20,7 +20,7 @@ from eyas.scripts.decoding import (
     TopPOption,
     check_sampling,
 )
-from eyas.scripts.options import JsonOption
+from eyas.scripts.options import DeviceOption, JsonOption
 
 if TYPE_CHECKING:
     from eyas.inference.decode_bench import BenchEntry, Efficiency
@@ -55,6 +55,7 @@ def run(
     seed: SeedOption = 0,
     max_new_tokens: TokensOption = 64,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Compare ways of decoding."""
@@ -65,7 +66,8 @@ def run(
     reporter = Reporter(quiet=as_json)
     compared = compared_methods(
         head, target, draft_model=draft_model, trees=trees, prompts=prompts, per_set=per_set, batch=max(sizes),
-        dtype=dtype, vllm_python=vllm_python, max_new_tokens=max_new_tokens, greedy=temperature == 0, reporter=reporter,
+        dtype=dtype, device=device, vllm_python=vllm_python, max_new_tokens=max_new_tokens,
+        greedy=temperature == 0, reporter=reporter,
     )  # fmt: skip
     methods = compared.methods
     if unknown := set(only or ()) - set(methods):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from eyas.scripts.options import JsonOption
+from eyas.scripts.options import DeviceOption, JsonOption
 
 
 def run(
@@ -20,6 +20,7 @@ def run(
     state_dtype: Annotated[
         Literal["float32", "bfloat16", "float8_e4m3fn"], typer.Option(help="How states are kept.")
     ] = "bfloat16",
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Time extraction beside the target's own forward, interleaved in one process; the ratio is what counts."""
@@ -31,11 +32,12 @@ def run(
     from eyas.models.head_config import default_aux_layers
     from eyas.models.target import Target
     from eyas.train.extract_bench import random_examples, time_extraction
+    from eyas.train.machine import chosen_device
     from eyas.train.progress import Reporter
 
     disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Target.load(target, dtype=getattr(torch, dtype), device=device)
+    here = chosen_device(device)
+    model = Target.load(target, dtype=getattr(torch, dtype), device=here)
     layers = default_aux_layers(model.config.num_hidden_layers)
     tapped = Target(model.model, aux_layers=layers)
     spec = FeatureSpec(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from eyas.scripts.options import JsonOption
+from eyas.scripts.options import DeviceOption, JsonOption
 
 if TYPE_CHECKING:
     from eyas.train.progress import Bar
@@ -21,6 +21,7 @@ def run(
     tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 64,
     turns: Annotated[int, typer.Option(min=1, help="Timed turns of each.")] = 3,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="The target's dtype.")] = "bfloat16",
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Compare our batched decoding with transformers.generate, greedily and at T = 0.8 / top-p 0.95."""
@@ -34,12 +35,13 @@ def run(
     from eyas.data.sources import read_prompts
     from eyas.data.styles import GREEDY, AnswerStyle
     from eyas.models.target import Target, load_tokenizer
+    from eyas.train.machine import chosen_device
     from eyas.train.progress import Reporter
 
     disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    plain = Target.load(target, dtype=getattr(torch, dtype), device=device)
-    packed = Target.load(target, dtype=getattr(torch, dtype), device=device).pack(rows=batch)
+    here = chosen_device(device)
+    plain = Target.load(target, dtype=getattr(torch, dtype), device=here)
+    packed = Target.load(target, dtype=getattr(torch, dtype), device=here).pack(rows=batch)
     template = ChatTemplate(load_tokenizer(target))
     questions = [list(conversation.messages) for conversation in read_prompts("bundled:train")[:batch]]
     prompts = [tuple(template.ids(messages, add_generation_prompt=True)) for messages in questions]
@@ -50,7 +52,7 @@ def run(
             results.append(compare_speed(packed, plain, prompts, style, new_tokens=tokens, turns=turns, progress=show))
     if as_json:
         shown = [{**asdict(one), "ratio": one.ratio} for one in results]
-        settings = {"target": target, "dtype": dtype, "batch": len(prompts), "tokens": tokens, "device": device}
+        settings = {"target": target, "dtype": dtype, "batch": len(prompts), "tokens": tokens, "device": here}
         typer.echo(json.dumps({**settings, "threads": torch.get_num_threads(), "results": shown}, indent=2))
         return
     typer.echo(f"{target}, {dtype}, batch {len(prompts)}, {tokens} new tokens, {torch.get_num_threads()} threads")

@@ -47,6 +47,7 @@ def compared_methods(
     per_set: int,
     batch: int,
     dtype: str,
+    device: str,
     vllm_python: Path | None,
     max_new_tokens: int,
     greedy: bool,
@@ -63,7 +64,9 @@ def compared_methods(
     folder = head_folder(head)
     card = head_card(folder)
     asked = [parse_tree(text) for text in trees or [*TREES, *(CALIBRATED_TREES if "calibration" in card else [])]]
-    runtime = load_runtime(head, target, next((one.text for one in asked if not one.is_auto), TREES[-1]), dtype=dtype)
+    runtime = load_runtime(
+        head, target, next((one.text for one in asked if not one.is_auto), TREES[-1]), dtype=dtype, device=device
+    )
     loaded, drafter = runtime.engine.target, runtime.engine.drafter
     sets = read_sets(runtime, prompts, per_set)
     latency = None

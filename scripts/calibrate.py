@@ -8,7 +8,7 @@ import typer
 
 from eyas.models.errors import UserError
 from eyas.scripts.decoding import DTYPES, DtypeOption, SeedOption
-from eyas.scripts.options import JsonOption
+from eyas.scripts.options import DeviceOption, JsonOption
 
 
 def calibrate(
@@ -24,6 +24,7 @@ def calibrate(
     ] = None,
     dtype: DtypeOption = "float32",
     seed: SeedOption = 0,
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Learn from real rounds how often a head's drafts are accepted; trees choose their nodes by it."""
@@ -39,6 +40,7 @@ def calibrate(
     from eyas.models.head_files import read_head_files, update_card
     from eyas.models.packed_linear import pack_linears
     from eyas.models.target import Target, load_tokenizer, model_fingerprint
+    from eyas.train.machine import chosen_device
     from eyas.train.progress import Reporter
 
     chosen_at = tuple(temperatures or (0.0, 1.0))
@@ -51,10 +53,10 @@ def calibrate(
     name = target or files.card.get("target")
     if name is None:
         raise UserError("name the target: --target MODEL (a model folder, a Hub id or a bundled name).")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    drafting = head_from_files(files, dtype=torch.bfloat16, device=device)
+    here = chosen_device(device)
+    drafting = head_from_files(files, dtype=torch.bfloat16, device=here)
     pack_linears(drafting, rows=OBSERVED_TREE.top_k)
-    loaded = Target.load(name, dtype=getattr(torch, dtype), aux_layers=drafting.config.aux_layers, device=device).pack(
+    loaded = Target.load(name, dtype=getattr(torch, dtype), aux_layers=drafting.config.aux_layers, device=here).pack(
         rows=OBSERVED_TREE.max_nodes
     )
     template = ChatTemplate(load_tokenizer(name), files.card.get("template_arguments") or {})

@@ -65,7 +65,14 @@ class Runtime:
 
 
 def load_runtime(
-    head: str, target: str | None, tree: str, *, dtype: str, batch: int = 1, reporter: "Reporter | None" = None
+    head: str,
+    target: str | None,
+    tree: str,
+    *,
+    dtype: str,
+    device: str = "auto",
+    batch: int = 1,
+    reporter: "Reporter | None" = None,
 ) -> Runtime:
     """Load target, drafter and chat template; raises UserError where they do not fit."""
     import torch
@@ -78,6 +85,7 @@ def load_runtime(
     from eyas.models.checkpoint import load_head
     from eyas.models.packed_linear import pack_linears
     from eyas.models.target import Target, load_tokenizer
+    from eyas.train.machine import chosen_device
     from eyas.train.progress import Reporter
 
     if dtype not in DTYPES:
@@ -88,7 +96,7 @@ def load_runtime(
     name = target or card.get("target")
     if name is None:
         raise UserError("name the target: --target MODEL (a model folder, a Hub id or a bundled name).")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(device)
     rows = 1 if head == "none" else asked.rows
     eagle = None if folder is None else load_head(folder, dtype=torch.bfloat16, device=device)
     aux_layers = eagle.config.aux_layers if eagle is not None else ()

@@ -25,7 +25,7 @@ from eyas.scripts.decoding import (
     stream_reply,
     summary_line,
 )
-from eyas.scripts.options import JsonOption
+from eyas.scripts.options import DeviceOption, JsonOption
 from eyas.scripts.tree_option import DEFAULT_TREE, TreeOption
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def generate(
     logprobs: Annotated[bool, typer.Option(help="Log-probabilities of the tokens (with --json).")] = False,
     batch: Annotated[int, typer.Option(help="How many prompts run side by side.")] = 1,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts with a target and a draft head."""
@@ -67,7 +68,9 @@ def generate(
 
     asked = list(_prompts(prompt or [], prompts))
     sampling, penalties = check_sampling(temperature, top_k, top_p, seed), Penalties(repetition_penalty)
-    runtime = load_runtime(head, target, tree, dtype=dtype, batch=batch, reporter=Reporter(quiet=as_json))
+    runtime = load_runtime(
+        head, target, tree, dtype=dtype, device=device, batch=batch, reporter=Reporter(quiet=as_json)
+    )
     requests = [
         GenerationRequest(
             runtime.prompt_ids(one.messages),

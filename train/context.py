@@ -20,6 +20,7 @@ from eyas.models.hub import resolve_head
 from eyas.models.kv_cache import attention_kinds
 from eyas.models.target import Target, load_tokenizer, model_fingerprint
 from eyas.models.target_parts import borrowed_parts
+from eyas.train.machine import chosen_device
 from eyas.train.progress import Reporter
 from eyas.train.prompt_sources import prompt_file_hash, prompt_sources, read_given, source_hash
 from eyas.train.ranks import launched_ranks
@@ -43,15 +44,7 @@ class RunContext:
     @cached_property
     def device(self) -> str:
         """The device stages work on."""
-        asked = self.recipe.target.device
-        if asked == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            torch.empty(0, device=asked)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"target.device {asked!r} cannot be used here: {reason}; set it to auto or cpu.") from None
-        return asked
+        return chosen_device(self.recipe.target.device, setting="target.device")
 
     @cached_property
     def ranks(self) -> Ranks:

@@ -18,6 +18,7 @@ import torch
 
 from eyas.data.corpus import write_atomically
 from eyas.models.bundled import cache_home
+from eyas.models.errors import UserError
 from eyas.train.run_folder import fingerprint
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -35,6 +36,18 @@ class Speed:
     def flops(self, dtype: str) -> float:
         """Return FLOP/s in a dtype."""
         return self.flops_bfloat16 if dtype == "bfloat16" else self.flops_float32
+
+
+def chosen_device(asked: str, *, setting: str = "--device") -> str:
+    """Return the device to work on: `auto` is a GPU if there is one. Raises UserError for one that is not here."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=asked)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{setting} {asked!r} cannot be used here: {reason}; set it to auto or cpu.") from None
+    return asked
 
 
 def free_disk(folder: Path) -> int:

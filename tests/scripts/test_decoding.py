@@ -46,6 +46,14 @@ COUNT = ("--max-new-tokens", 12)
 KNOWN = unchanged()
 
 
+@pytest.mark.parametrize("verb", [("generate", "--prompt", "hello"), ("chat",), ("calibrate",), ("bench", "decode")])
+def test_a_device_that_is_not_here_is_refused(eyas: Eyas, head: Path, verb: tuple[str, ...]) -> None:
+    outcome = eyas(*verb, head, "--device", "cuda:99")
+    assert outcome.code == 2
+    assert "--device 'cuda:99' cannot be used here" in outcome.err
+    assert "set it to auto or cpu" in outcome.err
+
+
 def test_every_way_of_drafting_writes_the_plain_text(eyas: Eyas, model: Path, head: Path) -> None:
     ways: list[tuple[Any, ...]] = [
         ("none", "--target", model),
