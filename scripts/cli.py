@@ -9,7 +9,20 @@ import sys
 import typer
 
 from eyas.models.errors import CheckFailed, UserError
-from eyas.scripts import calibrate, chat, doctor, export, generate, import_head, plan, preview, push, run, verify_engine
+from eyas.scripts import (
+    calibrate,
+    chat,
+    compare,
+    doctor,
+    export,
+    generate,
+    import_head,
+    plan,
+    preview,
+    push,
+    run,
+    verify_engine,
+)
 from eyas.scripts.bench import add_bench_verbs
 from eyas.scripts.stage import add_stage_verbs
 from eyas.train.stop_signal import StoppedBySignal
@@ -25,6 +38,7 @@ app.command("run")(run.run)
 app.command("preview")(preview.preview)
 add_stage_verbs(app)
 app.command("plan")(plan.plan)
+app.command("compare")(compare.compare)
 app.command("export")(export.export)
 app.command("import")(import_head.import_verb)
 app.command("doctor")(doctor.doctor)
