@@ -32,7 +32,8 @@ def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary)
         init_random(head)
     elif section.init == "target":
         check_plain(target)
-        init_from_target(head, target, vocabulary)
+        for remark in init_from_target(head, target, vocabulary):
+            context.reporter.say(f"  note: warm start: {remark}")
     else:
         shared = init_from_head(head, trained_head(context), target, vocabulary)
         context.reporter.say(f"  begins as {section.init}, which can draft {shared:.1%} of this draft vocabulary")
