@@ -13,6 +13,7 @@ from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle1 import Eagle1Head
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.embedding_scale import check_embedding_scale
 from eyas.models.errors import UserError
 from eyas.models.last_block import LastBlock, last_block, norm_factor
 from eyas.models.target import Target
@@ -118,7 +119,10 @@ def init_from_head(head: DraftHead, trained: DraftHead, target: Target, vocabula
     anything but the draft vocabulary differs between the two heads.
     """
     ours, theirs = head.config, trained.config
-    free = ("draft_vocab_size", "max_position_embeddings")  # the one is mapped below, the other changes no state
+    # The first is mapped below, the second changes no state, the third is compared with the target's own.
+    free = ("draft_vocab_size", "max_position_embeddings", "embedding_scale")
+    if isinstance(trained, Eagle1Head):
+        check_embedding_scale(target.embedding, trained.config.embedding_scale)
     for name in ours.__dataclass_fields__:
         mine, given = getattr(ours, name), getattr(theirs, name)
         if mine != given and not name.endswith("token_id") and name not in free:
