@@ -5,15 +5,14 @@ every candidate whether it would have been accepted, whether it was verified in 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from eyas.inference.draft import DynamicTree, HeadState
+from eyas.inference.draft import DynamicTree, GoesOn, HeadState
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.request import Generation
-from eyas.inference.tree import DraftTree
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.models.target import Target
@@ -44,33 +43,22 @@ class _Pool(NamedTuple):
     scores: list[float]
 
 
-@dataclass
-class _Recorder:
-    """A maker of dynamic trees that keeps the whole pool of its last round, row by row."""
+@dataclass(frozen=True)
+class _RecordedTree(DynamicTree):
+    """A dynamic tree that keeps the whole pool of its last round, row by row."""
 
-    tree: DynamicTree
-    pools: list[_Pool]
-
-    @property
-    def depth(self) -> int:
-        return self.tree.depth
+    pools: list[_Pool] = field(default_factory=list)
 
     @property
-    def max_nodes(self) -> int:
-        return self.tree.max_nodes
+    def fixed(self) -> bool:
+        """A round that is recorded is read by the host."""
+        return False
 
-    @property
-    def scratch(self) -> int:
-        return self.tree.scratch
-
-    def check(self, draft_vocab_size: int) -> None:
-        self.tree.check(draft_vocab_size)
-
-    def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
-        columns: list[Tensor] = [column.cpu() for column in self.tree.candidates(state)]
+    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        columns = super().candidates(state, goes_on)
         tokens, parents, _, scores = (column.tolist() for column in columns)
-        self.pools = [_Pool(*row) for row in zip(tokens, parents, scores, strict=True)]
-        return self.tree.rerank(roots, *columns, count=self.tree.num_draft_tokens)
+        self.pools[:] = [_Pool(*row) for row in zip(tokens, parents, scores, strict=True)]
+        return columns
 
 
 def observe(
@@ -88,7 +76,7 @@ def observe(
     """
     if tree.calibration is not None:
         raise UserError("a calibration is fitted on the head's own probabilities: give a tree without one.")
-    recorder = _Recorder(tree, [])
+    recorder = _RecordedTree(tree.depth, tree.top_k, tree.num_draft_tokens)
     session = Engine(target, head, recorder, batch=batch).session()
     pools: dict[int, list[tuple[int, _Pool]]] = {number: [] for number in range(len(requests))}
     finished: dict[int, Generation] = {}

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eyas.models.draft_head import DraftHead
+from eyas.models.embedding_scale import fold_scale
 from eyas.models.errors import UserError
 from eyas.models.head_checks import map_faults, require_sound
 from eyas.models.head_config import HeadConfig
@@ -35,7 +37,7 @@ def head_files(head: DraftHead, *, metadata: dict[str, Any], dtype: torch.dtype)
     """Return a head as native files in a dtype; raises UserError when they would not be sound."""
     tensors = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in head.state_dict().items()
+        for name, tensor in _scaled(head.state_dict(), head.config.embedding_scale).items()
     }
     fields = head_config_json(head.config, dtype=dtype)
     files = HeadFiles(fields, tensors, {"head": asdict(head.config), **metadata}, "the head")
@@ -63,8 +65,13 @@ def head_from_files(files: HeadFiles, *, dtype: torch.dtype, device: str = "cpu"
     require_sound(files)
     head = new_head(head_config_from_json(files.fields, where=f"{files.where}/config.json"))
     owned = {name: tensor for name, tensor in files.tensors.items() if name not in ZERO_TENSORS[files.method]}
-    head.load_state_dict(owned)
+    head.load_state_dict(_scaled(owned, 1 / head.config.embedding_scale))
     return head.to(device=device, dtype=dtype).eval()
+
+
+def _scaled(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return a head's tensors with the embedding half of fc times a scale: files are for the target's bare table."""
+    return tensors if scale == 1 else {**tensors, "fc.weight": fold_scale(tensors["fc.weight"].float(), scale)}
 
 
 def check_map(head: DraftHead) -> None:

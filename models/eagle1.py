@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from eyas.models.draft_head import DraftHead
 from eyas.models.draft_layer import Attend, PlainLayer
+from eyas.models.embedding_scale import check_embedding_scale
 from eyas.models.head_config import HeadConfig
 from eyas.models.rope import build_rope
 from eyas.models.target import Target
@@ -36,7 +37,8 @@ class Eagle1Head(DraftHead):
         self._output: list[TargetHead] = []
 
     def lend(self, target: Target) -> None:
-        """Lend the target's embedding and output head."""
+        """Lend the target's embedding and output head; raises UserError when it scales embeddings otherwise."""
+        check_embedding_scale(target.embedding, self.config.embedding_scale)
         super().lend(target)
         self.use_output(target.head)
 

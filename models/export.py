@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.models.embedding_scale import check_embedding_scale
 from eyas.models.engines import judge
 from eyas.models.errors import UserError, nearest
 from eyas.models.head_checks import require_sound
 from eyas.models.head_files import HeadFiles, read_head_files, write_head_files
-from eyas.models.head_layout import EMBEDDINGS, FLAGS
+from eyas.models.head_layout import EMBEDDINGS, FLAGS, SCALE_FIELD
 from eyas.models.import_head import Answers, import_head
 from eyas.models.launch import Serving, serving_readme
 from eyas.models.target_facts import TargetFacts
-from eyas.models.target_parts import input_embeddings
+from eyas.models.target_parts import input_embedding, input_embeddings
 
 Fields = dict[str, Any]
 
@@ -94,9 +95,17 @@ def export_files(files: HeadFiles, format_name: str, *, serving: Serving) -> Hea
 
 
 def _embeddings(files: HeadFiles, target: str) -> Tensor:
-    """Return a target's input embeddings in the head's dtype; raises UserError when the head cannot read them."""
+    """Return a target's embeddings in the head's dtype, for EAGLE-1 the bare table that its files are for.
+
+    Raises UserError when the head cannot read them.
+    """
     dtype = files.tensors["fc.weight"].dtype
-    embeddings_VD = input_embeddings(target, dtype=dtype)
+    if files.method == "eagle1":
+        embedding = input_embedding(target, dtype=dtype)
+        check_embedding_scale(embedding, files.fields.get(SCALE_FIELD, 1.0))
+        embeddings_VD: Tensor = embedding.weight.detach()
+    else:
+        embeddings_VD = input_embeddings(target, dtype=dtype)
     expected = (files.fields["vocab_size"], files.fields["hidden_size"])
     if tuple(embeddings_VD.shape) != expected:
         raise UserError(

@@ -18,7 +18,8 @@ Kind = Literal["eagle1", "eagle3"]
 class HeadConfig:
     """The configuration of one draft head; `head_config_for` derives it, checkpoints carry it.
 
-    An EAGLE-1 head reads final states only: no aux layers, the target's whole vocabulary, none of the norm flags.
+    An EAGLE-1 head reads final states only: no aux layers, the target's whole vocabulary, none of the norm flags. It
+    reads embeddings without a norm, so it keeps what its target's embedding module multiplies them by.
     """
 
     hidden_size: int
@@ -44,6 +45,7 @@ class HeadConfig:
     norm_output: bool = False
     kind: Kind = "eagle3"
     num_layers: int = 1
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:

@@ -7,7 +7,7 @@ import torch
 
 from eyas.models.head_config import HeadConfig
 from eyas.models.head_files import METHODS
-from eyas.models.head_layout import BORROWED, FLAGS, PLAIN_FIELDS, TOKEN_FIELDS
+from eyas.models.head_layout import BORROWED, FLAGS, PLAIN_FIELDS, SCALE_FIELD, TOKEN_FIELDS
 
 
 def head_config_json(config: HeadConfig, *, dtype: torch.dtype) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def native_json(method: str, neutral: dict[str, Any], *, dtype: str) -> dict[str
         "torch_dtype": dtype,
         **{name: neutral[name] for name in TOKEN_FIELDS},
         "target_num_hidden_layers": neutral["target_num_layers"],
+        SCALE_FIELD: None if neutral.get("embedding_scale", 1.0) == 1 else neutral["embedding_scale"],
         **(_aux_fields(neutral) if method == "eagle3" else {}),
     }
     return {name: value for name, value in fields.items() if value is not None}

@@ -31,6 +31,7 @@ BORROWED = {
     "draft_vocab_size": "vocab_size",
     "target_hidden_size": "hidden_size",
 }  # what EAGLE-1 shares with its target
+SCALE_FIELD = "target_embedding_scale"  # in config.json, of EAGLE-1 heads of targets that scale their embeddings
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -48,6 +49,7 @@ def neutral_fields(method: str, fields: dict[str, Any]) -> dict[str, Any]:
         "aux_layers": tuple(fields["eagle_aux_hidden_state_layer_ids"]) if method == "eagle3" else (),
         **{name: fields.get(name) for name in TOKEN_FIELDS},
         **{name: fields.get(name, False) for name in FLAGS},
+        "embedding_scale": fields.get(SCALE_FIELD, 1.0),
     }
     if method == "eagle1":
         neutral |= {ours: fields[theirs] for ours, theirs in BORROWED.items()}

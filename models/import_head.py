@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.embedding_scale import embedding_scale, fold_scale
 from eyas.models.errors import UserError
 from eyas.models.head_checks import require_sound
 from eyas.models.head_files import CARD, HeadFiles, read_head_files
 from eyas.models.head_json import native_json
-from eyas.models.head_layout import EMBEDDINGS, FLAGS, PLAIN_FIELDS, TOKEN_FIELDS, ZERO_TENSORS
+from eyas.models.head_layout import EMBEDDINGS, FLAGS, PLAIN_FIELDS, SCALE_FIELD, TOKEN_FIELDS, ZERO_TENSORS
 from eyas.models.import_layers import resolve_layers
 from eyas.models.raw_head import RawHead, read_raw_head
 from eyas.models.target_facts import TargetFacts
-from eyas.models.target_parts import input_embeddings
+from eyas.models.target_parts import input_embedding, input_embeddings
 
 RELAID = ("eagle", "speculators", "eagle1-eagle")  # exports of eyas that are not in the native layout
 
@@ -63,7 +64,7 @@ def import_head(folder: Path, *, target: TargetFacts | None, answers: Answers) -
     _settle_config(raw, inquiry)
     _settle_embeddings(raw, tensors, target, inquiry)
     _settle_bias(raw, tensors, inquiry)
-    neutral = _neutral(raw, tensors, facts, inquiry)
+    neutral = _neutral(raw, tensors, facts, inquiry) | {"embedding_scale": _embedding_scale(raw, target)}
     if raw.method == "eagle3":
         neutral |= _settle_flags(raw, tensors, answers, inquiry)
         neutral["aux_layers"] = resolve_layers(raw, facts, answers.aux_layers, inquiry.notes, inquiry.questions)
@@ -130,12 +131,28 @@ def _settle_embeddings(raw: RawHead, tensors: dict[str, Tensor], target: TargetF
         inquiry.questions.append("it carries embeddings; name the target with --target to compare them with its own")
         return
     theirs = target.embedding()
-    if not (_alike(own, theirs) or _alike(own, input_embeddings(target.name, dtype=own.dtype))):
+    bare = _alike(own, theirs)
+    if not (bare or _alike(own, input_embeddings(target.name, dtype=own.dtype))):
         raise UserError(
             f"{raw.where} carries embeddings of its own {tuple(own.shape)} that differ from the target's "
             f"{tuple(theirs.shape)}: it was trained for another target, or trained them, which eyas heads do not."
         )
     inquiry.notes.append("its embeddings equal the target's and were left out")
+    if raw.method == "eagle1" and not bare:
+        scale = embedding_scale(input_embedding(target.name, dtype=torch.float32))
+        tensors["fc.weight"] = fold_scale(tensors["fc.weight"], scale)
+        inquiry.notes.append(f"they were {scale:g} times the target's table, which is multiplied into fc now")
+
+
+def _embedding_scale(raw: RawHead, target: TargetFacts | None) -> float:
+    """Return what the module that feeds an EAGLE-1 head multiplies its table by: as written, else as the target does.
+
+    Engines lend every EAGLE-1 head the bare table, so its files are for the bare table, ours and others' alike.
+    """
+    written = raw.fields.get(SCALE_FIELD)
+    if raw.method != "eagle1" or written is not None or target is None:
+        return float(written or 1.0)
+    return embedding_scale(input_embedding(target.name, dtype=torch.float32))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

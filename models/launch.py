@@ -61,7 +61,7 @@ def serving_readme(engine: str, method: str, serving: Serving) -> str:
     return f"# Serving this draft head\n\n{title}:\n\n```\n{command(method, serving)}\n```\n\n{_WARNING}"
 
 
-def launch_lines(serving: Serving, *, method: str = "eagle3", engines: tuple[str, ...] = ("vllm", "sglang")) -> str:
+def launch_lines(serving: Serving, *, method: str, engines: tuple[str, ...]) -> str:
     """Return the README of a native folder: one command for each of the engines that serve it."""
     blocks = [f"{COMMANDS[name][0]}:\n\n```\n{COMMANDS[name][1](method, serving)}\n```" for name in engines]
     return "# Serving this draft head\n\n" + "\n\n".join(blocks) + f"\n\n{_WARNING}"

@@ -7,10 +7,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eyas.models.checkpoint import head_config_from_json
+from eyas.models.embedding_scale import check_embedding_scale, norm_deviation
 from eyas.models.errors import UserError
 from eyas.models.feature_fingerprint import TOLERANCE, feature_distances
 from eyas.models.head_checks import Check
 from eyas.models.head_files import HeadFiles
+from eyas.models.head_layout import SCALE_FIELD
 from eyas.models.rope import build_rope, check_same_rope
 from eyas.models.target import Target, model_fingerprint
 from eyas.models.target_facts import TargetFacts
@@ -39,8 +41,8 @@ def check_target_config(
 
 
 def check_loaded_target(files: HeadFiles, target: Target) -> list[Check]:
-    """Return the checks that need the loaded target: equal RoPE angles, and the states it was trained on."""
-    return [_rope(files, target), _features(files, target)]
+    """Return the checks that need the loaded target: RoPE angles, embeddings, and the states it was trained on."""
+    return [_rope(files, target), _embeddings(files, target), _features(files, target)]
 
 
 def _sizes(files: HeadFiles, facts: TargetFacts) -> Check:
@@ -118,6 +120,23 @@ def _rope(files: HeadFiles, target: Target) -> Check:
     except UserError as error:
         return Check("RoPE", "failed", str(error))
     return Check("RoPE", "ok", "the target's angles at positions 0, 63, 5000 and the last")
+
+
+def _embeddings(files: HeadFiles, target: Target) -> Check:
+    """Engines lend a head the target's bare table, whatever the target's own module makes of it."""
+    if files.method == "eagle1":
+        scale = files.fields.get(SCALE_FIELD, 1.0)
+        try:
+            check_embedding_scale(target.embedding, scale)
+        except UserError as error:
+            return Check("embeddings", "failed", str(error))
+        said = "the target's table as it is" if scale == 1 else f"the target's scale of {scale:g} is multiplied into fc"
+        return Check("embeddings", "ok", f"{said}; engines lend the bare table")
+    deviation = norm_deviation(target.embedding, eps=files.fields["rms_norm_eps"])
+    said = f"engines lend the target's bare table; behind the head's norm it differs by {deviation:.2%}"
+    if deviation > 0.01:
+        return Check("embeddings", "warning", f"{said}; eyas export --format vllm --with-embeddings writes its own")
+    return Check("embeddings", "ok", said)
 
 
 def _features(files: HeadFiles, target: Target) -> Check:

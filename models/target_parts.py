@@ -38,13 +38,20 @@ def borrowed_parts(name: str, *, dtype: torch.dtype, device: str = "cpu", last_l
     return Target(model)
 
 
-@torch.no_grad()
-def input_embeddings(name: str, *, dtype: torch.dtype) -> Tensor:
-    """Return what a target's layers are given for each of its tokens, [V, D]: scaled where the family scales it."""
+def input_embedding(name: str, *, dtype: torch.dtype) -> Any:
+    """Return a target's embedding module alone, filled: called, it scales its table where the family does so there."""
     model = empty_model(name, dtype=dtype)
     embedding: Any = model.get_input_embeddings()
     fill(model, [embedding], resolve_model(name), dtype=dtype)
-    return embedding(torch.arange(embedding.num_embeddings))
+    return embedding
+
+
+@torch.no_grad()
+def input_embeddings(name: str, *, dtype: torch.dtype) -> Tensor:
+    """Return what a target's embedding module makes of each of its tokens, [V, D]."""
+    embedding = input_embedding(name, dtype=dtype)
+    given_VD: Tensor = embedding(torch.arange(embedding.num_embeddings))
+    return given_VD
 
 
 def empty_model(name: str, *, dtype: torch.dtype) -> PreTrainedModel:

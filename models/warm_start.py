@@ -8,13 +8,14 @@ first start as the same block with its outputs at zero: they add nothing yet.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle1 import Eagle1Head
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.embedding_scale import check_embedding_scale
 from eyas.models.errors import UserError
+from eyas.models.last_block import LastBlock, last_block, norm_factor
 from eyas.models.target import Target
 
 
@@ -41,77 +42,73 @@ def init_random(head: DraftHead, *, std: float = 0.02) -> None:
             parameter.normal_(std=std)
 
 
-def _norm_weight(norm: Any) -> Tensor:
-    """Return what an RMSNorm multiplies by: its weight, or 1 + weight where the family stores it so (Gemma)."""
-    weight: Tensor = norm.weight
-    probe = torch.full_like(weight, 1024.0)  # large, so that eps does not show
-    return weight if torch.allclose(norm(probe), weight, rtol=1e-2, atol=1e-6) else weight + 1
-
-
 @torch.no_grad()
-def init_from_target(head: DraftHead, target: Target, vocabulary: DraftVocabulary) -> None:
-    """Copy what the target already knows; raises UserError when its last block is not Llama-like."""
+def init_from_target(head: DraftHead, target: Target, vocabulary: DraftVocabulary) -> tuple[str, ...]:
+    """Copy what the target already knows and return what of it a draft layer cannot hold, in sentences.
+
+    Raises UserError when its last block is not Llama-like.
+    """
     init_random(head)
     try:
+        block = last_block(target)
         if isinstance(head, Eagle3Head):
-            _eagle3_from_target(head, target, vocabulary)
+            _eagle3_from_target(head, target, block, vocabulary)
         elif isinstance(head, Eagle1Head):
-            _eagle1_from_target(head, target)
+            _eagle1_from_target(head, target, block)
     except (AttributeError, RuntimeError) as error:
         raise UserError(
             f"cannot warm-start the head from the last block of a {target.config.model_type} target ({error}); "
             "set head.init to 'random'."
         ) from error
+    return block.notes
 
 
-def _eagle3_from_target(head: Eagle3Head, target: Target, vocabulary: DraftVocabulary) -> None:
-    last: Any = target.layers[-1]
+def _eagle3_from_target(head: Eagle3Head, target: Target, block: LastBlock, vocabulary: DraftVocabulary) -> None:
     D = head.config.hidden_size
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(head.midlayer.self_attn, name).weight
         weight[:, :D].zero_()
-        weight[:, D:].copy_(getattr(last.self_attn, name).weight)
-    _copy_rest(head.midlayer, last)
+        weight[:, D:].copy_(block.attention[name])
+    _copy_rest(head.midlayer, block)
     for layer in head.layers.values():
-        _silent_layer(layer, last)
-    head.midlayer.hidden_norm.weight.copy_(_norm_weight(last.input_layernorm))
-    head.norm.weight.copy_(_norm_weight(target.decoder.norm))
+        _silent_layer(layer, block)
+    head.midlayer.hidden_norm.weight.copy_(block.attention_norm_D)
+    head.norm.weight.copy_(norm_factor(target.decoder.norm))
     head.fc.weight.zero_()
     head.fc.weight[:, -D:].copy_(torch.eye(D))
     head.lm_head.weight.copy_(target.head.rows(vocabulary.token_ids_U).weight_VD)
 
 
-def _eagle1_from_target(head: Eagle1Head, target: Target) -> None:
+def _eagle1_from_target(head: Eagle1Head, target: Target, block: LastBlock) -> None:
     """Fold the last block's input norm into its projections, the target's last norm having scaled the feature."""
-    last: Any = target.layers[-1]
     layer: Any = head.layers[0]
     D = head.config.hidden_size
-    scale_D = _norm_weight(last.input_layernorm) / _norm_weight(target.decoder.norm)
+    scale_D = block.attention_norm_D / norm_factor(target.decoder.norm)
     for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(layer.self_attn, name).weight.copy_(getattr(last.self_attn, name).weight * scale_D)
-    _copy_rest(layer, last)
+        getattr(layer.self_attn, name).weight.copy_(block.attention[name] * scale_D)
+    _copy_rest(layer, block)
     for later in head.layers[1:]:
-        _silent_layer(later, last)
+        _silent_layer(later, block)
     head.fc.weight[:, :D].zero_()
     head.fc.weight[:, D:].copy_(torch.eye(D))
 
 
-def _silent_layer(layer: Any, last: Any) -> None:
+def _silent_layer(layer: Any, block: LastBlock) -> None:
     """Copy a whole block but for its outputs, which are zero."""
     for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(layer.self_attn, name).weight.copy_(getattr(last.self_attn, name).weight)
-    _copy_rest(layer, last)
-    layer.input_layernorm.weight.copy_(_norm_weight(last.input_layernorm))
+        getattr(layer.self_attn, name).weight.copy_(block.attention[name])
+    _copy_rest(layer, block)
+    layer.input_layernorm.weight.copy_(block.attention_norm_D)
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
 
 
-def _copy_rest(layer: Any, last: Any) -> None:
+def _copy_rest(layer: Any, block: LastBlock) -> None:
     """Copy the output projection, the MLP and the norm before it."""
-    layer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
-    layer.post_attention_layernorm.weight.copy_(_norm_weight(last.post_attention_layernorm))
+    layer.self_attn.o_proj.weight.copy_(block.attention["o_proj"])
+    for name, weight in block.mlp.items():
+        getattr(layer.mlp, name).weight.copy_(weight)
+    layer.post_attention_layernorm.weight.copy_(block.mlp_norm_D)
 
 
 @torch.no_grad()
@@ -122,7 +119,10 @@ def init_from_head(head: DraftHead, trained: DraftHead, target: Target, vocabula
     anything but the draft vocabulary differs between the two heads.
     """
     ours, theirs = head.config, trained.config
-    free = ("draft_vocab_size", "max_position_embeddings")  # the one is mapped below, the other changes no state
+    # The first is mapped below, the second changes no state, the third is compared with the target's own.
+    free = ("draft_vocab_size", "max_position_embeddings", "embedding_scale")
+    if isinstance(trained, Eagle1Head):
+        check_embedding_scale(target.embedding, trained.config.embedding_scale)
     for name in ours.__dataclass_fields__:
         mine, given = getattr(ours, name), getattr(theirs, name)
         if mine != given and not name.endswith("token_id") and name not in free:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle1 import Eagle1Head
 from eyas.models.eagle3 import Attend, Eagle3Head
+from eyas.models.embedding_scale import with_embedding_scale
 from eyas.models.head_config import HeadConfig, head_config_for
 from eyas.models.target import Target
 from eyas.models.warm_start import init_random, set_vocabulary
@@ -61,7 +62,8 @@ def tiny_head(target: Target, *, draft_vocab_size: int = 61, seed: int = 1, **sh
 def tiny_eagle1(target: Target, *, num_layers: int = 1, seed: int = 1) -> Eagle1Head:
     """Return a random EAGLE-1 head for a tiny target."""
     torch.manual_seed(seed)
-    head = Eagle1Head(head_config_for(target.config, kind="eagle1", num_layers=num_layers))
+    config = head_config_for(target.config, kind="eagle1", num_layers=num_layers)
+    head = Eagle1Head(with_embedding_scale(config, target.embedding))
     init_random(head, std=0.15)
     head.lend(target)
     return head.eval()

@@ -6,6 +6,7 @@ from eyas.data.feature_row import FeatureRow, RowSource, SelectedRows, as_source
 from eyas.models.checkpoint import head_from_files
 from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.embedding_scale import with_embedding_scale
 from eyas.models.errors import UserError
 from eyas.models.head_config import head_remarks
 from eyas.models.heads import new_head
@@ -24,7 +25,7 @@ from eyas.train.slot_weights import SlotWeighting
 def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary) -> DraftHead:
     """Return the recipe's head, initialised, with map, embedding and (EAGLE-1) output head in place."""
     section = context.recipe.head
-    head = new_head(context.head_config)
+    head = new_head(with_embedding_scale(context.head_config, target.embedding))
     check_same_rope(head.rope, target.decoder, head.config)
     for remark in head_remarks(head.config, context.target_config):
         context.reporter.say(f"  note: {remark}")
@@ -32,7 +33,8 @@ def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary)
         init_random(head)
     elif section.init == "target":
         check_plain(target)
-        init_from_target(head, target, vocabulary)
+        for remark in init_from_target(head, target, vocabulary):
+            context.reporter.say(f"  note: warm start: {remark}")
     else:
         shared = init_from_head(head, trained_head(context), target, vocabulary)
         context.reporter.say(f"  begins as {section.init}, which can draft {shared:.1%} of this draft vocabulary")

@@ -18,6 +18,7 @@ from eyas.data.encode import ChatTemplate, TokenizedExample, encode_reply
 from eyas.data.synthesize import stop_token_ids
 from eyas.models.draft_head import DraftHead
 from eyas.models.draft_vocabulary import DraftVocabulary
+from eyas.models.embedding_scale import with_embedding_scale
 from eyas.models.errors import CheckFailed, UserError
 from eyas.models.heads import new_head
 from eyas.models.target import Target, load_tokenizer
@@ -89,7 +90,7 @@ class Probe:
     @cached_property
     def head(self) -> DraftHead:
         """A head of the recipe's shape, initialised as the recipe says, in fp32; the vocabulary is not yet counted."""
-        config = self.context.head_config
+        config = with_embedding_scale(self.context.head_config, self.target.embedding)
         forced = {self.template.end_of_turn, *self.template.tokenizer.all_special_ids}
         counts = torch.zeros(config.vocab_size)
         vocabulary = DraftVocabulary.from_counts(counts, size=config.draft_vocab_size, forced=forced)

@@ -32,7 +32,7 @@ def run_export(context: RunContext) -> dict[str, Any]:
     engines = tuple(name for name in COMMANDS if (verdict := judge(name, fields)).serves and not verdict.export)
     save_head(
         head, folder, metadata=head_metadata(context), dtype=dtype,
-        files={"README.md": launch_lines(serving, engines=engines)},
+        files={"README.md": launch_lines(serving, method=head.config.kind, engines=engines)},
     )  # fmt: skip
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {"folder": str(folder), "bytes": size}

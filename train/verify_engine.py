@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,31 +62,20 @@ class EngineParity:
         return {**asdict(self), "passed": self.passed}
 
 
-class RecordedChain:
-    """A chain maker that remembers what it drafted."""
+@dataclass(frozen=True)
+class RecordedChain(ChainTree):
+    """A chain that remembers what it drafted."""
 
-    def __init__(self, depth: int) -> None:
-        self.chain = ChainTree(depth)
-        self.drafts: list[list[int]] = []
-
-    @property
-    def depth(self) -> int:
-        return self.chain.depth
+    drafts: list[list[int]] = field(default_factory=list)
 
     @property
-    def max_nodes(self) -> int:
-        return self.chain.max_nodes
-
-    @property
-    def scratch(self) -> int:
-        return self.chain.scratch
-
-    def check(self, draft_vocab_size: int) -> None:
-        self.chain.check(draft_vocab_size)
+    def fixed(self) -> bool:
+        """A round that is recorded is read by the host."""
+        return False
 
     def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
-        trees = self.chain.make(state, roots)
-        self.drafts += [tree.tokens_N[1:].tolist() for tree in trees]
+        trees = super().make(state, roots)
+        self.drafts.extend(tree.tokens_N[1:].tolist() for tree in trees)
         return trees
 
 

@@ -47,9 +47,10 @@ SERVED: dict[str, dict[str, object]] = {
     },
     "gpt_oss": {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-# Families whose output heads do something of their own, but for which heads or caches are refused.
+# Families whose output heads, norms or positions are of their own, for which heads or caches are refused.
 ODD_HEADS: dict[str, dict[str, object]] = {
     "cohere": {"logit_scale": 0.25},
+    "glm4": {"head_dim": 16},
     "phi": {"hidden_size": 64},
     "gpt2": {"n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 256},
 }

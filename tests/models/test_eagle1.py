@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eyas.models.eagle1 import Eagle1Head
+from eyas.models.embedding_scale import with_embedding_scale
 from eyas.models.errors import UserError
 from eyas.models.head_config import head_config_for
 from eyas.models.heads import HEADS, new_head
@@ -79,7 +80,7 @@ def test_the_tensors_are_those_the_engines_load() -> None:
 def test_drafts_go_through_all_that_the_targets_head_does(name: str) -> None:
     target = Target(family_model(name), aux_layers=())
     config = replace(tiny_eagle1(tiny_target(aux_layers=())).config, vocab_size=97, draft_vocab_size=97)
-    head = Eagle1Head(config)
+    head = Eagle1Head(with_embedding_scale(config, target.embedding))
     init_random(head)
     head.lend(target)
     feature = torch.randn(1, T, D)

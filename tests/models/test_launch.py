@@ -8,9 +8,10 @@ import pytest
 from eyas.models.launch import Serving, launch_lines
 
 
-def commands(target: str, head: str) -> list[list[str]]:
+def commands(target: str, head: str, method: str = "eagle3") -> list[list[str]]:
     """Return the commands of the fenced blocks, split by the shell's rules."""
-    text = launch_lines(Serving(target, head, depth=5, top_k=4, num_draft_tokens=15))
+    serving = Serving(target, head, depth=5, top_k=4, num_draft_tokens=15)
+    text = launch_lines(serving, method=method, engines=("vllm", "sglang"))
     return [shlex.split(block.replace("\\\n", " ")) for block in text.split("```")[1::2]]
 
 
@@ -37,5 +38,12 @@ def test_both_commands_name_method_paths_and_numbers(target: str, head: str) -> 
     }
 
 
-def test_the_flag_that_vllm_removed_is_not_used() -> None:
-    assert "--speculative-model " not in launch_lines(Serving("a/b", "head", depth=5, top_k=4, num_draft_tokens=15))
+def test_an_eagle1_head_is_served_by_the_names_that_engines_have_for_it() -> None:
+    vllm, sglang = commands("a/b", "head", "eagle1")
+    assert json.loads(vllm[4])["method"] == "eagle"
+    assert sglang[sglang.index("--speculative-algorithm") + 1] == "EAGLE"
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle3"])
+def test_the_flag_that_vllm_removed_is_not_used(method: str) -> None:
+    assert not any("--speculative-model" in command for command in commands("a/b", "head", method))

@@ -1,4 +1,4 @@
-"""A whole run of an EAGLE-1 head on a tiny target: extracted, trained, saved, decoded."""
+"""A whole run of an EAGLE-1 head on a tiny target: extracted, trained, saved, decoded, exported."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from eyas.train.recipe_io import parse_recipe
 from eyas.train.run_folder import RunFolder
 
 
-def test_an_eagle1_recipe_runs_from_synthesis_to_evaluation(tmp_path: Path) -> None:
+def test_an_eagle1_recipe_runs_from_synthesis_to_export(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     fields = tiny_recipe(
         model, tmp_path, head={"kind": "eagle1", "draft_vocab_size": None, "init": "random"},
@@ -22,7 +22,7 @@ def test_an_eagle1_recipe_runs_from_synthesis_to_evaluation(tmp_path: Path) -> N
     )  # fmt: skip
     folder = tmp_path / "run"
     recipe = parse_recipe(fields, where="here")
-    run_stages(recipe, folder, first="synthesize", last="evaluate", reporter=Reporter())
+    run_stages(recipe, folder, first="synthesize", last="export", reporter=Reporter())
     head = load_head(folder / "training" / "best", dtype=torch.float32)
     assert isinstance(head, Eagle1Head)
     results = RunFolder(folder).record("evaluate")["result"]["results"]
@@ -30,3 +30,6 @@ def test_an_eagle1_recipe_runs_from_synthesis_to_evaluation(tmp_path: Path) -> N
     assert {entry["method"] for entry in greedy} == {"plain", "chain", "tree"}
     assert all(entry["identical_to_plain"] == entry["prompts"] for entry in greedy)
     assert max(entry["tau"] for entry in greedy) > 1.1
+    readme = (folder / "head" / "README.md").read_text()
+    assert '"method": "eagle"' in readme
+    assert "--speculative-algorithm EAGLE " in readme

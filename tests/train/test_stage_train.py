@@ -16,8 +16,9 @@ from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.errors import UserError
 from eyas.models.export import EXPORTS, export_head
 from eyas.models.target import Target
+from eyas.tests.models.families import family_model
 from eyas.tests.models.native_heads import SERVING
-from eyas.tests.toys import save_tiny_model, tiny_head, tiny_target
+from eyas.tests.toys import byte_tokenizer, save_tiny_model, tiny_head, tiny_target
 from eyas.tests.train.rows import corpus_row, objective, random_row
 from eyas.tests.train.tiny_run import tiny_recipe
 from eyas.train.context import RunContext
@@ -76,6 +77,15 @@ def test_the_head_begins_as_the_recipe_says(model: Path, tmp_path: Path, init: s
     of_target = target.head.rows(vocabulary.token_ids_U).weight_VD
     assert torch.equal(head.lm_head.weight, of_target) == (init == "target")
     assert torch.equal(head.embed(torch.arange(8)[None]), target.embedding(torch.arange(8)[None]))
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("eagle1", 6.32456), ("eagle3", 1.0)])
+def test_an_eagle1_head_keeps_the_scale_of_its_targets_embeddings(kind: str, scale: float, tmp_path: Path) -> None:
+    family_model("gemma2", vocab_size=258, num_hidden_layers=8).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    run = context(tmp_path / "model", tmp_path, head={"kind": kind, "draft_vocab_size": "full", "init": "target"})
+    head = build_head(run, run.load_borrowed(), DraftVocabulary.full(258))
+    assert head.config.embedding_scale == scale
 
 
 def test_every_setting_of_the_loop_comes_from_the_train_section(model: Path, tmp_path: Path) -> None:
