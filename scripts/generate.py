@@ -11,6 +11,7 @@ from eyas.models.errors import UserError
 from eyas.scripts.decoding import (
     DtypeOption,
     HeadArgument,
+    KvDtypeOption,
     Runtime,
     SeedOption,
     TargetOption,
@@ -56,6 +57,7 @@ def generate(
     logprobs: Annotated[bool, typer.Option(help="Log-probabilities of the tokens (with --json).")] = False,
     batch: Annotated[int, typer.Option(help="How many prompts run side by side.")] = 1,
     dtype: DtypeOption = "float32",
+    kv_dtype: KvDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts with a target and a draft head."""
@@ -67,7 +69,9 @@ def generate(
 
     asked = list(_prompts(prompt or [], prompts))
     sampling, penalties = check_sampling(temperature, top_k, top_p, seed), Penalties(repetition_penalty)
-    runtime = load_runtime(head, target, tree, dtype=dtype, batch=batch, reporter=Reporter(quiet=as_json))
+    runtime = load_runtime(
+        head, target, tree, dtype=dtype, kv_dtype=kv_dtype, batch=batch, reporter=Reporter(quiet=as_json)
+    )
     requests = [
         GenerationRequest(
             runtime.prompt_ids(one.messages),
