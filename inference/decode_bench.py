@@ -85,7 +85,8 @@ class EngineMethod:
         clock, engine = DraftClock(), self.engine
         is_timed = self.latency is not None and engine.target.device.type == "cpu"  # a GPU runs behind the clock
         if is_timed and engine.drafter is not None:
-            engine = Engine(engine.target, drafter=TimedDrafter(engine.drafter, clock), batch=engine.batch)
+            timed = TimedDrafter(engine.drafter, clock)
+            engine = Engine(engine.target, drafter=timed, batch=engine.batch, kv_dtype=engine.kv_dtype)
         generations = engine.generate(requests)
         stats = sum((generation.stats for generation in generations), AcceptanceStats(0))
         costs = None

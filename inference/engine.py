@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import overload
 
+import torch
+
 from eyas.inference.draft import TreeMaker
 from eyas.inference.drafter import Drafter
 from eyas.inference.eagle_drafter import EagleDrafter
@@ -17,6 +19,7 @@ from eyas.inference.verify import DRAWN
 from eyas.kernels.triton_support import available
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
+from eyas.models.kv_cache import check_kv_dtype
 from eyas.models.target import Target
 
 __all__ = ["Engine", "Event", "Generation", "GenerationRequest", "Round", "Session"]
@@ -37,11 +40,14 @@ class Engine:
         decode: Decode | None = None,
         fixed: bool | None = None,
         graphs: bool = True,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Raise UserError when drafter and target do not belong together.
 
         `decode` turns generated ids into text; stop strings and `Generation.text` need it. `fixed` runs rounds in fixed
         shapes, without asking the host in between (None: on a GPU that has kernels), and `graphs` as CUDA graphs.
+        `kv_dtype` is that of the target's KV cache: None for the target's own, or torch.float8_e4m3fn (on CUDA from
+        compute capability 8.9), with which plain decoding and every tree agree on one text, that of the rounded keys.
         """
         if (head is None) != (tree is None):
             raise UserError("give the engine both a head and a tree, or neither (plain decoding).")
@@ -55,6 +61,7 @@ class Engine:
             drafter = EagleDrafter(head, tree)
         if drafter is not None:
             drafter.check(target)
+        check_kv_dtype(kv_dtype, target.device)
         _ = target.attention_kinds  # raises where the runtime cannot serve a layer
         self.target = target
         self.drafter = drafter
@@ -63,6 +70,7 @@ class Engine:
         self.decode = decode
         self.fixed = target.device.type == "cuda" and available(target.device) if fixed is None else fixed
         self.graphs = graphs
+        self.kv_dtype = kv_dtype
 
     def session(self) -> Session:
         """Return a session without requests, to join and run round by round."""
@@ -73,6 +81,7 @@ class Engine:
             decode=self.decode,
             fixed=self.fixed,
             graphs=self.graphs,
+            kv_dtype=self.kv_dtype,
         )
 
     @overload

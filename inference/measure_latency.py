@@ -31,6 +31,7 @@ def measure_latency(
     rows: int,
     max_nodes: int,
     top_k: int,
+    kv_dtype: torch.dtype | None = None,
     seconds: float = 3.0,
     progress: Callable[[int, int, int], None],
 ) -> LatencyTable:
@@ -43,19 +44,26 @@ def measure_latency(
     head.lend(target)
     entries = []
     for number, count in enumerate(counts):
-        entries.append(_measure_rows(target, head, count, max_nodes, top_k, context, seconds))
+        entries.append(_measure_rows(target, head, count, max_nodes, top_k, context, kv_dtype, seconds))
         progress(number + 1, len(counts), 0)
     return LatencyTable(context, tuple(entries))
 
 
 @torch.inference_mode()
 def _measure_rows(
-    target: Target, head: DraftHead, rows: int, max_nodes: int, top_k: int, context: int, seconds: float
+    target: Target,
+    head: DraftHead,
+    rows: int,
+    max_nodes: int,
+    top_k: int,
+    context: int,
+    kv_dtype: torch.dtype | None,
+    seconds: float,
 ) -> RowsLatency:
     most = max(2, min(max_nodes, MOST_TOKENS // rows))
     nodes = (*(size for size in SIZES if size < most), most)
     works: dict[str, Callable[[], object]] = {
-        f"verify {count}": _verification(target, rows, count, context) for count in nodes
+        f"verify {count}": _verification(target, rows, count, context, kv_dtype) for count in nodes
     }
     works |= _drafting(target, head, rows, top_k, context)
     best = _best_in_turn(works, seconds, synchronise=target.device.type == "cuda")
@@ -64,10 +72,12 @@ def _measure_rows(
     return RowsLatency(rows, nodes, tuple(map(float, verify)), best["feed"], best["draft 1"], level)
 
 
-def _verification(target: Target, rows: int, nodes: int, context: int) -> Callable[[], object]:
+def _verification(
+    target: Target, rows: int, nodes: int, context: int, kv_dtype: torch.dtype | None
+) -> Callable[[], object]:
     """Return a target forward over chains of so many nodes behind a text, with the greedy choice at every node."""
     device = target.device
-    cache = target.new_cache(batch=rows, capacity=context + nodes)
+    cache = target.new_cache(batch=rows, capacity=context + nodes, dtype=kv_dtype)
     ids_RN = torch.zeros(rows, nodes, dtype=torch.int64, device=device)
     positions_RN = (context + torch.arange(nodes, device=device)).expand(rows, -1)
     mask_R1NL = (torch.arange(context + nodes, device=device) <= positions_RN[:, None, :, None]).contiguous()

@@ -48,8 +48,12 @@ class Session:
         decode: Decode | None,
         fixed: bool = False,
         graphs: bool = True,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`fixed`: rounds of fixed shapes, where drafter and requests allow it; `graphs`: recorded as CUDA graphs."""
+        """`fixed`: rounds of fixed shapes, where drafter and requests allow it; `graphs`: recorded as CUDA graphs.
+
+        `kv_dtype`: that of the target's cache; None: the target's own.
+        """
         self.target = target
         self.drafter = drafter
         self.drawn_verifier = drawn_verifier
@@ -59,6 +63,7 @@ class Session:
         self.cache: KVCache | None = None
         self.fixed = fixed
         self.graphs = graphs
+        self.kv_dtype = kv_dtype
         self._fixed_rounds: dict[int, FixedRound] = {}
         self._joined = 0
 
@@ -234,7 +239,7 @@ class Session:
     def _keep_paths(self, found: list[Verification], lengths_R: Tensor) -> None:
         """Move the accepted nodes' keys to the slots that follow each row's text."""
         assert self.cache is not None
-        if available(self.target.device) and self.target.dtype in ELEMENTS:
+        if available(self.target.device) and self.cache.dtype in ELEMENTS:
             paths = [list(verification.path) for verification in found]
             longest = max(map(len, paths))
             device = self.target.device
@@ -283,7 +288,7 @@ class Session:
         nodes = self.drafter.max_nodes if self.drafter else 1
         batch = next_power_of_two(len(self.rows)) if self.fixed else len(self.rows)
         if self.cache is None:
-            self.cache = self.target.new_cache(batch=batch, capacity=self._capacity() + nodes)
+            self.cache = self.target.new_cache(batch=batch, capacity=self._capacity() + nodes, dtype=self.kv_dtype)
         else:
             self.cache.grow(batch=batch, capacity=self._capacity() + nodes)
 

@@ -87,6 +87,11 @@ def all_builds() -> dict[str, KernelBuild]:
     return by_name
 
 
+def capabilities(build: KernelBuild) -> tuple[int, ...]:
+    """The architectures that have the types of a build."""
+    return tuple(capability for capability in CAPABILITIES if capability >= build.since)
+
+
 def compile_ahead(build: KernelBuild, capability: int) -> CompileReport:
     """The costs of `build` on compute capability `capability` (90 means 9.0). Errors: those of triton."""
     import triton
@@ -139,7 +144,7 @@ def main(chosen: list[str]) -> int:
         print(reason, file=sys.stderr)
         return 2
     builds = all_builds()
-    pairs = [(name, capability) for name in builds for capability in CAPABILITIES]
+    pairs = [(name, capability) for name, build in builds.items() for capability in capabilities(build)]
     if chosen:
         pairs = [(name, int(capability)) for name, _, capability in (text.rpartition("@") for text in chosen)]
     reports = [compile_ahead(builds[name], capability) for name, capability in pairs]

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
 
-ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ELEMENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """`x` as every device can index and copy it: fp8 as its bytes, anything else as it is. The same memory."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def keep_path(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_accepted_B: Tensor) -> None:
@@ -30,7 +35,7 @@ def keep_path(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_ac
     if cache_SBGLD.ndim != 5 or cache_SBGLD.dtype not in ELEMENTS or cache_SBGLD.stride(-1) != 1:
         raise ValueError(
             f"the cache is {cache_SBGLD.dtype} {tuple(cache_SBGLD.shape)} with strides {cache_SBGLD.stride()}: give "
-            f"[buffers, rows, kv heads, capacity, head dim] in {tuple(ELEMENTS)}, the last stride 1"
+            f"[buffers, rows, kv heads, capacity, head dim] in {ELEMENTS}, the last stride 1"
         )
     rows, capacity = cache_SBGLD.shape[1], cache_SBGLD.shape[3]
     nodes = path_BN.shape[-1]
@@ -60,12 +65,14 @@ def keep_path(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_ac
 
 def keep_path_reference(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_accepted_B: Tensor) -> None:
     """The same as `keep_path`, row by row: the definition, and the CPU path."""
+    cache_SBGLD = as_bits(cache_SBGLD)
     for row, (prefix, accepted) in enumerate(zip(prefix_len_B.tolist(), num_accepted_B.tolist(), strict=True)):
         source = prefix + path_BN[row, 1 : accepted + 1]
         cache_SBGLD[:, row, :, prefix + 1 : prefix + 1 + accepted] = cache_SBGLD[:, row, :, source]
 
 
 def _launch_keep_path(cache_SBGLD: Tensor, prefix_len_B: Tensor, path_BN: Tensor, num_accepted_B: Tensor) -> None:
+    cache_SBGLD = as_bits(cache_SBGLD)
     buffers, rows, kv_heads, capacity, head_dim = cache_SBGLD.shape
     if cache_SBGLD.numel() == 0 or path_BN.shape[1] == 0:
         return
@@ -119,7 +126,7 @@ def _keep_path_kernel(
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: 4 and 2 bytes per element at the usual head dims."""
+    """The compilations that `eyas.kernels.aot` checks: 4, 2 and 1 bytes per element at the usual head dims."""
     lengths = ("prefix_len_ptr", "path_ptr", "num_accepted_ptr")
     strides = ("stride_s", "stride_b", "stride_g", "stride_l")
     return [
@@ -127,7 +134,7 @@ def aot_builds() -> list[KernelBuild]:
             name=f"keep_path {element} head_dim={head_dim}",
             kernel=_keep_path_kernel,
             types={
-                "cache_ptr": f"*{element}",
+                "cache_ptr": pointer,
                 **dict.fromkeys(lengths, "*i64"),
                 **dict.fromkeys(strides, "i32"),
                 "stride_s": "i64",
@@ -137,6 +144,6 @@ def aot_builds() -> list[KernelBuild]:
             constants={"HEAD_DIM": head_dim, "BLOCK_D": next_power_of_two(head_dim)},
             options={"num_warps": 1},
         )
-        for element in ("fp32", "bf16")
+        for element, pointer in (("fp32", "*fp32"), ("bf16", "*bf16"), ("fp8", "*u8"))
         for head_dim in (64, 80, 128, 256)
     ]

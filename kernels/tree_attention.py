@@ -13,6 +13,7 @@ normalised partial result and the log of its weight, merged afterwards (flash-de
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,8 +43,9 @@ def tree_attention(
     G kv heads serve H query heads (head h reads kv head h // (H / G)). L is the capacity of the cache; positions from
     prefix_len + num_nodes on may hold anything. The last dimension of q, k and v must have stride 1, other strides are
     free. prefix_len_B and num_nodes_B are int64; ancestors_BNW comes from `pack_ancestors`. dtypes: fp16, bf16, fp32,
-    accumulated in fp32. With `window`, a node sees only the last `window` positions up to and with its own, where
-    position = prefix_len + depth (the meaning of `sliding_window` in transformers).
+    accumulated in fp32; k and v may be float8_e4m3fn instead (a GPU needs sm_89) and are converted as they are read.
+    With `window`, a node sees only the last `window` positions up to and with its own, where position = prefix_len +
+    depth (the meaning of `sliding_window` in transformers).
 
     Shapes and dtypes are always checked, the values only on the CPU (a GPU would have to wait); there a length out of
     range is clamped to the cache. No gradient. Errors: ValueError.
@@ -196,6 +198,7 @@ def _attend(
     offset_L = position_L.to(tl.int64)
     k_LD = tl.load(k_row_ptr + offset_L[:, None] * k_stride_l + dim_D[None, :], mask=mask_LD, other=0.0)
     v_LD = tl.load(v_row_ptr + offset_L[:, None] * v_stride_l + dim_D[None, :], mask=mask_LD, other=0.0)
+    k_LD, v_LD = k_LD.to(q_MD.dtype), v_LD.to(q_MD.dtype)  # an fp8 cache becomes numbers to multiply here
     scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
     scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
     new_max_M = tl.maximum(max_M, tl.max(scores_ML, 1))
@@ -317,7 +320,7 @@ def _tree_attention_kernel(
 
 
 def aot_builds() -> list[KernelBuild]:
-    """The compilations that `eyas.kernels.aot` checks: every launch shape, at the usual head dims."""
+    """The compilations that `eyas.kernels.aot` checks: every launch shape, at the usual head dims, fp8 caches first."""
     lengths = ("prefix_len_ptr", "num_nodes_ptr", "ancestors_ptr", "depth_ptr")
     strides = (
         *(f"q_stride_{axis}" for axis in "bhn"),
@@ -334,18 +337,21 @@ def aot_builds() -> list[KernelBuild]:
         *((*bf16, head_dim, 64, 0) for head_dim in (32, 64, 80, 96, 128, 192, 256)),
     ]
     builds = []
-    for element, dtype, head_dim, num_rows, window in launches:
-        pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}") | dict.fromkeys(lengths, "*i64")
+    for is_fp8, (element, dtype, head_dim, num_rows, window) in product((True, False), launches):
+        pointers = dict.fromkeys(("q_ptr", "out_ptr"), f"*{element}") | dict.fromkeys(lengths, "*i64")
+        pointers |= dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv" if is_fp8 else f"*{element}")
         pointers["log_weight_ptr"] = "*fp32"
         constants, options = _launch_shape(head_dim, dtype, num_rows=num_rows)
+        over = " over fp8" if is_fp8 else ""
         builds.append(
             KernelBuild(
-                name=f"tree_attention {element} head_dim={head_dim} rows<={num_rows} window={window}",
+                name=f"tree_attention {element}{over} head_dim={head_dim} rows<={num_rows} window={window}",
                 kernel=_tree_attention_kernel,
                 types={**pointers, "scale": "fp32", **dict.fromkeys((*strides, *counts), "i32")},
                 aligned=frozenset((*pointers, *strides)),
                 constants={"WINDOW": window, **constants},
                 options=options,
+                since=90 if is_fp8 else 80,  # the first of ours; sm_89 has fp8 too
             )
         )
     return builds

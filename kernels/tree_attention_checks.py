@@ -6,6 +6,7 @@ from torch import Tensor
 from eyas.kernels.tree_layout import WORD_BITS, unpack_ancestors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CACHE_DTYPE = torch.float8_e4m3fn  # what keys and values may be in besides the dtype of q
 MAX_HEAD_DIM = 256
 
 
@@ -30,9 +31,10 @@ def check_inputs(
         raise ValueError(f"{heads} query heads cannot share {kv_heads} kv heads: give a multiple of the kv heads")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: give at least 1 (a node sees itself), or None for no window")
+    kept = CACHE_DTYPE if k_BGLD.dtype == CACHE_DTYPE else q_BHND.dtype
     expected = {
-        "k": (k_BGLD, (rows, kv_heads, capacity, head_dim), q_BHND.dtype),
-        "v": (v_BGLD, (rows, kv_heads, capacity, head_dim), q_BHND.dtype),
+        "k": (k_BGLD, (rows, kv_heads, capacity, head_dim), kept),
+        "v": (v_BGLD, (rows, kv_heads, capacity, head_dim), kept),
         "prefix_len_B": (prefix_len_B, (rows,), torch.int64),
         "num_nodes_B": (num_nodes_B, (rows,), torch.int64),
         "ancestors_BNW": (ancestors_BNW, (rows, nodes, -(-nodes // WORD_BITS)), torch.int64),

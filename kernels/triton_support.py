@@ -93,6 +93,7 @@ class KernelBuild:
 
     types: triton type of each argument that is not a constant, such as "*bf16", "i32", "fp32".
     aligned: arguments that a launch finds divisible by 16; this decides vector loads and asynchronous copies.
+    since: the first compute capability that has its types.
     """
 
     name: str
@@ -101,3 +102,4 @@ class KernelBuild:
     aligned: frozenset[str]
     constants: dict[str, Any]
     options: dict[str, int]
+    since: int = 80

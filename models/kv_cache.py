@@ -3,6 +3,9 @@
 One class serves all users of the target: the engine (append trees, keep the accepted paths, drop the rest, rows at
 their own lengths) and batched synthesis. Who may see what is decided by the mask of the forward, never by the cache:
 layers with a sliding window keep everything and are masked (`Target.forward`).
+
+Keys and values lie in the target's dtype, or in 8 bits: e4m3 without a scale, clamped to its range. A layer is given
+them in its own dtype again; only the tree kernel reads the 8 bits themselves.
 """
 
 from typing import Any
@@ -12,9 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from eyas.kernels.keep_path import keep_path
+from eyas.kernels.keep_path import as_bits, keep_path
 from eyas.models.errors import UserError
+from eyas.models.tree_attention import keys_go_to_the_kernel
 
+FP8 = torch.float8_e4m3fn
+FP8_CAPABILITY = (8, 9)  # of NVIDIA cards, the first that converts e4m3
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of the two kinds of layers we serve
 
 
@@ -38,6 +44,33 @@ def head_shape(config: PreTrainedConfig) -> tuple[int, int]:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def check_kv_dtype(dtype: torch.dtype | None, device: torch.device) -> None:
+    """Raise UserError for a dtype (None: the target's own) that no cache on this device may have."""
+    if dtype not in (None, FP8):
+        raise UserError(f"a KV cache is kept in the dtype of its target (give None) or in {FP8}, not in {dtype}.")
+    if dtype is None or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < FP8_CAPABILITY:
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} (compute capability {'.'.join(map(str, capability))}) has no {FP8}; "
+            f"such a KV cache needs a CUDA card of {'.'.join(map(str, FP8_CAPABILITY))} or later, or a CPU. Keep the "
+            "target's dtype here (None, on the command line no --kv-dtype)."
+        )
+
+
+def to_cache(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return states in a cache's dtype; in fp8 clamped to its largest number, 448, and NaN where they are not finite.
+
+    A cast alone gives NaN or 448 for all of these, by device and version. A target whose own states are not finite must
+    stay one that the runtime refuses.
+    """
+    if dtype == FP8:
+        most = torch.finfo(FP8).max
+        states = states.clamp(-most, most).where(states.isfinite(), torch.nan)
+    return states.to(dtype)
 
 
 class _Layer(CacheLayerMixin):
@@ -74,14 +107,16 @@ class _Layer(CacheLayerMixin):
                     f"its config says {expected[0]} of {expected[1]} (latent or multi-query attention); the bundled "
                     "runtime serves targets whose layers are all standard attention."
                 )
-        if self.start is not None:
-            span = slice(self.start, self.start + key_states.shape[2])
-            self.keys[self.rows, :, span] = key_states
-            self.values[self.rows, :, span] = value_states
-        else:
-            self.keys[self.index_R1, :, self.slots_RT] = key_states.transpose(1, 2)
-            self.values[self.index_R1, :, self.slots_RT] = value_states.transpose(1, 2)
-        return self.keys[self.rows, :, : self.visible], self.values[self.rows, :, : self.visible]
+        read = []
+        for held, states in ((self.keys, key_states), (self.values, value_states)):
+            bits, new = as_bits(held), as_bits(to_cache(states, held.dtype))
+            if self.start is not None:
+                bits[self.rows, :, self.start : self.start + new.shape[2]] = new
+            else:
+                bits[self.index_R1, :, self.slots_RT] = new.transpose(1, 2)
+            seen = bits[self.rows, :, : self.visible].view(held.dtype)
+            read.append(seen if keys_go_to_the_kernel() else seen.to(states.dtype))
+        return read[0], read[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.visible, 0
@@ -106,6 +141,7 @@ class KVCache(Cache):
         self.buffers = [_Layer(shape, dtype, device) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=list(self.buffers))
         self.capacity = capacity
+        self.dtype = dtype
 
     @property
     def visible(self) -> int:
@@ -150,23 +186,24 @@ class KVCache(Cache):
     def select_rows(self, rows_R: Tensor) -> None:
         """Keep only the given batch rows, in the given order."""
         for layer in self.buffers:
-            layer.hold(layer.both[:, rows_R].contiguous())
+            layer.hold(as_bits(layer.both)[:, rows_R].contiguous().view(self.dtype))
 
     def move_row(self, source: int, destination: int) -> None:
         """Copy one row's keys over another's."""
         for layer in self.buffers:
-            layer.both[:, destination] = layer.both[:, source]
+            bits = as_bits(layer.both)
+            bits[:, destination] = bits[:, source]
 
     def clear(self, rows: slice) -> None:
         """Set rows to zero: what a mask hides must still be a number."""
         for layer in self.buffers:
-            layer.both[:, rows] = 0.0
+            as_bits(layer.both)[:, rows] = 0
 
     def move(self, rows_M: Tensor, sources_M: Tensor, destinations_M: Tensor) -> None:
         """Move keys within their rows, all at once: the accepted paths, in place."""
         for layer in self.buffers:
-            layer.keys[rows_M, :, destinations_M] = layer.keys[rows_M, :, sources_M]
-            layer.values[rows_M, :, destinations_M] = layer.values[rows_M, :, sources_M]
+            for bits in as_bits(layer.both):
+                bits[rows_M, :, destinations_M] = bits[rows_M, :, sources_M]
 
     def grow(self, *, batch: int, capacity: int) -> None:
         """Make room for at least `batch` rows of `capacity` tokens, keeping what is there."""
@@ -175,9 +212,10 @@ class KVCache(Cache):
             return
         shape = (2, max(batch, B), G, max(capacity, L), d)
         for layer in self.buffers:
-            new = layer.both.new_zeros(shape)
-            new[:, :B, :, :L] = layer.both
-            layer.hold(new)
+            bits = as_bits(layer.both)
+            new = bits.new_zeros(shape)
+            new[:, :B, :, :L] = bits
+            layer.hold(new.view(self.dtype))
         self.capacity = shape[3]
 
     def _check(self, wanted: int) -> None:

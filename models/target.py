@@ -135,9 +135,9 @@ class Target:
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
-    def new_cache(self, *, batch: int, capacity: int) -> KVCache:
-        """Return an empty preallocated KV cache in the target's dtype."""
-        return KVCache(self.config, batch=batch, capacity=capacity, dtype=self.dtype, device=self.device)
+    def new_cache(self, *, batch: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
+        """Return an empty preallocated KV cache, in the target's dtype if none is given (`check_kv_dtype`)."""
+        return KVCache(self.config, batch=batch, capacity=capacity, dtype=dtype or self.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(

@@ -87,6 +87,11 @@ def over_trees(layout: TreeLayout, windows: tuple[int | None, ...]) -> Iterator[
         )
 
 
+def keys_go_to_the_kernel() -> bool:
+    """Whether a forward over trees is under way: its layers' keys are read as they lie in the cache, fp8 or not."""
+    return _under_way.get() is not None
+
+
 # The library hands its layers' settings on by keyword, and which ones differs by family and version.
 def attend(
     module: nn.Module,

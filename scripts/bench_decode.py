@@ -13,6 +13,7 @@ from eyas.scripts.bench_methods import PLAIN, Compared, compared_methods
 from eyas.scripts.decoding import (
     DtypeOption,
     HeadArgument,
+    KvDtypeOption,
     SeedOption,
     TargetOption,
     TemperatureOption,
@@ -56,6 +57,7 @@ def run(
     max_new_tokens: TokensOption = 64,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    kv_dtype: KvDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare ways of decoding."""
@@ -66,7 +68,7 @@ def run(
     reporter = Reporter(quiet=as_json)
     compared = compared_methods(
         head, target, draft_model=draft_model, trees=trees, prompts=prompts, per_set=per_set, batch=max(sizes),
-        dtype=dtype, device=device, vllm_python=vllm_python, max_new_tokens=max_new_tokens,
+        dtype=dtype, device=device, kv_dtype=kv_dtype, vllm_python=vllm_python, max_new_tokens=max_new_tokens,
         greedy=temperature == 0, reporter=reporter,
     )  # fmt: skip
     methods = compared.methods
@@ -85,12 +87,14 @@ def run(
     order = list(methods)
     entries.sort(key=lambda entry: (entry.batch, entry.prompt_set, order.index(entry.method)))
     if as_json:
-        typer.echo(json.dumps(_report(head, compared, entries, dtype=dtype), indent=2))
+        typer.echo(json.dumps(_report(head, compared, entries, dtype=dtype, kv_dtype=kv_dtype), indent=2))
     else:
         _print(entries)
 
 
-def _report(head: str, compared: Compared, entries: "list[BenchEntry]", *, dtype: str) -> dict[str, Any]:
+def _report(
+    head: str, compared: Compared, entries: "list[BenchEntry]", *, dtype: str, kv_dtype: str | None
+) -> dict[str, Any]:
     import torch
 
     efficiency = _efficiencies(entries)
@@ -106,6 +110,7 @@ def _report(head: str, compared: Compared, entries: "list[BenchEntry]", *, dtype
         "target": compared.runtime.target,
         "head": head,
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "threads": torch.get_num_threads(),
         "latency": None if compared.latency is None else json.loads(compared.latency.as_json()),
         "results": rows,

@@ -32,19 +32,18 @@ def run(
 
 
 def _compile_only(page: Path, as_json: bool) -> None:
-    from eyas.kernels.aot import CAPABILITIES, all_builds, compile_ahead, why_not
+    from eyas.kernels.aot import all_builds, capabilities, compile_ahead, why_not
     from eyas.train.progress import Reporter
 
     if reason := why_not():
         raise UserError(f"kernels cannot be compiled here: {reason}.")
     reporter = Reporter()
-    builds = all_builds()
+    pairs = [(build, capability) for build in all_builds().values() for capability in capabilities(build)]
     reports = []
     with reporter.bar("builds") as bar:
-        for build in builds.values():
-            for capability in CAPABILITIES:
-                reports.append(compile_ahead(build, capability))
-                bar.update("compile", len(reports), len(builds) * len(CAPABILITIES), 1, build.name)
+        for build, capability in pairs:
+            reports.append(compile_ahead(build, capability))
+            bar.update("compile", len(reports), len(pairs), 1, build.name)
     write_section(page, "kernels compiled", compile_table(reports))
     if as_json:
         typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
@@ -75,7 +74,7 @@ def compile_table(reports: "list[CompileReport]") -> str:
         f"`eyas bench kernels --compile-only`, triton {triton.__version__}, torch {torch.__version__}, no GPU needed: "
         f"{len(by_build)} builds for {', '.join(f'sm_{c}' for c in CAPABILITIES)}. {spilled} spill registers, {over} "
         "exceed the shared memory of their card. Registers are per thread, shared memory in KiB per block, the last "
-        "column counts tensor-core instructions in the PTX.",
+        "column counts tensor-core instructions in the PTX. A dash: that card lacks the types (fp8).",
         "",
         "These are compiled, not run: nothing has been timed on a GPU unless a section of timings stands on this page "
         "(`eyas bench kernels` on a machine with one writes it).",
@@ -84,16 +83,16 @@ def compile_table(reports: "list[CompileReport]") -> str:
         "|---|---|---|---|---|",
     ]
     for name, of_card in by_build.items():
-        cards = [of_card[capability] for capability in sorted(of_card)]
-        columns = (
-            [str(card.registers) for card in cards],
-            [str(card.spilled_bytes) for card in cards],
-            [f"{card.shared_bytes / 1024:.1f}" for card in cards],
-            [str(card.tensor_core_instructions) for card in cards],
-        )
-        cells = [values[0] if len(set(values)) == 1 else " / ".join(values) for values in columns]
+        shown = {capability: _columns(report) for capability, report in of_card.items()}
+        cards = [shown.get(capability, ("-",) * 4) for capability in CAPABILITIES]
+        cells = [values[0] if len(set(values)) == 1 else " / ".join(values) for values in zip(*cards, strict=True)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _columns(report: "CompileReport") -> tuple[str, ...]:
+    shared = f"{report.shared_bytes / 1024:.1f}"
+    return str(report.registers), str(report.spilled_bytes), shared, str(report.tensor_core_instructions)
 
 
 def _on_device(page: Path, as_json: bool) -> None:

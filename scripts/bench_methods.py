@@ -48,6 +48,7 @@ def compared_methods(
     batch: int,
     dtype: str,
     device: str,
+    kv_dtype: str | None,
     vllm_python: Path | None,
     max_new_tokens: int,
     greedy: bool,
@@ -64,19 +65,18 @@ def compared_methods(
     folder = head_folder(head)
     card = head_card(folder)
     asked = [parse_tree(text) for text in trees or [*TREES, *(CALIBRATED_TREES if "calibration" in card else [])]]
-    runtime = load_runtime(
-        head, target, next((one.text for one in asked if not one.is_auto), TREES[-1]), dtype=dtype, device=device
-    )
-    loaded, drafter = runtime.engine.target, runtime.engine.drafter
+    first = next((one.text for one in asked if not one.is_auto), TREES[-1])
+    runtime = load_runtime(head, target, first, dtype=dtype, device=device, kv_dtype=kv_dtype)
+    loaded, drafter, kept = runtime.engine.target, runtime.engine.drafter, runtime.engine.kv_dtype
     sets = read_sets(runtime, prompts, per_set)
     latency = None
     if isinstance(drafter, EagleDrafter):
         most = max(LOOKUP + 1, *(one.plain.max_nodes for one in asked))
         widest = max((one.numbers[1] for one in asked if len(one.numbers) == 3), default=1)
-        latency = Costs(loaded, drafter.head, runtime.target, batch, reporter).table(most, widest)
+        latency = Costs(loaded, drafter.head, runtime.target, batch, reporter, kept).table(most, widest)
 
     def ours(way: Any) -> EngineMethod:
-        return EngineMethod(Engine(loaded, drafter=way, batch=batch), latency)
+        return EngineMethod(Engine(loaded, drafter=way, batch=batch, kv_dtype=kept), latency)
 
     methods: dict[str, Method] = {PLAIN: ours(None), "lookup": ours(PromptLookup(LOOKUP, 3))}
     if draft_model is not None:

@@ -11,6 +11,7 @@ from eyas.models.errors import UserError
 from eyas.scripts.decoding import (
     DtypeOption,
     HeadArgument,
+    KvDtypeOption,
     Runtime,
     SeedOption,
     TargetOption,
@@ -48,13 +49,14 @@ def chat(
     max_new_tokens: TokensOption = 512,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    kv_dtype: KvDtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per reply, with every round.")] = False,
 ) -> None:
     """Talk to a target through a draft head."""
     from rich.console import Console
 
     sampling = check_sampling(temperature, top_k, top_p, seed)
-    runtime = load_runtime(head, target, tree, dtype=dtype, device=device)
+    runtime = load_runtime(head, target, tree, dtype=dtype, device=device, kv_dtype=kv_dtype)
     console, notes = Console(highlight=False, markup=False), Console(stderr=True, highlight=False, markup=False)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)

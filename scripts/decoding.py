@@ -11,6 +11,7 @@ from eyas.models.errors import UserError
 from eyas.scripts.tree_option import AskedTree, parse_tree
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from eyas.data.encode import ChatTemplate
@@ -40,6 +41,10 @@ SeedOption = Annotated[int, typer.Option(help="Fixes every random choice.")]
 TokensOption = Annotated[int, typer.Option(help="The longest reply.")]
 DtypeOption = Annotated[str, typer.Option(help="float32 or bfloat16, of the target; heads run in bfloat16.")]
 DTYPES = ("float32", "bfloat16")
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="fp8: the target's KV cache in 8 bits (default: in the target's dtype).")
+]
+KV_DTYPES = {"fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ def load_runtime(
     *,
     dtype: str,
     device: str = "auto",
+    kv_dtype: str | None = None,
     batch: int = 1,
     reporter: "Reporter | None" = None,
 ) -> Runtime:
@@ -90,6 +96,8 @@ def load_runtime(
 
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} must be {' or '.join(DTYPES)}.")
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise UserError(f"--kv-dtype {kv_dtype!r} must be {' or '.join(KV_DTYPES)}; without it the target's is kept.")
     disable_progress_bar()
     asked, folder = parse_tree(tree), head_folder(head)
     card = head_card(folder)
@@ -97,13 +105,14 @@ def load_runtime(
     if name is None:
         raise UserError("name the target: --target MODEL (a model folder, a Hub id or a bundled name).")
     device = chosen_device(device)
+    cache_dtype = None if kv_dtype is None else getattr(torch, KV_DTYPES[kv_dtype])
     rows = 1 if head == "none" else asked.rows
     eagle = None if folder is None else load_head(folder, dtype=torch.bfloat16, device=device)
     aux_layers = eagle.config.aux_layers if eagle is not None else ()
     loaded = Target.load(name, dtype=getattr(torch, dtype), aux_layers=aux_layers, device=device).pack(rows=rows)
     if eagle is not None:
         pack_linears(eagle, rows=rows)
-        costs = Costs(loaded, eagle, name, batch, reporter or Reporter())
+        costs = Costs(loaded, eagle, name, batch, reporter or Reporter(), cache_dtype)
         calibration = head_calibration(card, name, where=head) if asked.needs_calibration else None
         drafter: Any = EagleDrafter(eagle, asked.maker(calibration, costs.table))
     else:
@@ -115,6 +124,7 @@ def load_runtime(
         drafter=drafter,
         batch=batch,
         decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        kv_dtype=cache_dtype,
     )
     return Runtime(engine, template, stop_token_ids(template, loaded), name, "plain" if head == "none" else tree)
 
@@ -128,6 +138,7 @@ class Costs:
     name: str
     batch: int
     reporter: "Reporter"
+    kv_dtype: "torch.dtype | None" = None
 
     def table(self, max_nodes: int, top_k: int) -> "LatencyTable":
         """Return the latency table for trees of so many nodes, measured if this machine has none yet."""
@@ -136,7 +147,7 @@ class Costs:
 
         return measured_latency(
             self.target, self.head, target_fingerprint=model_fingerprint(self.name), rows=self.batch,
-            max_nodes=max_nodes, top_k=top_k, reporter=self.reporter,
+            max_nodes=max_nodes, top_k=top_k, kv_dtype=self.kv_dtype, reporter=self.reporter,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from eyas.models.errors import UserError
 from eyas.scripts.decoding import (
     DtypeOption,
     HeadArgument,
+    KvDtypeOption,
     Runtime,
     SeedOption,
     TargetOption,
@@ -57,6 +58,7 @@ def generate(
     batch: Annotated[int, typer.Option(help="How many prompts run side by side.")] = 1,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    kv_dtype: KvDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts with a target and a draft head."""
@@ -69,7 +71,7 @@ def generate(
     asked = list(_prompts(prompt or [], prompts))
     sampling, penalties = check_sampling(temperature, top_k, top_p, seed), Penalties(repetition_penalty)
     runtime = load_runtime(
-        head, target, tree, dtype=dtype, device=device, batch=batch, reporter=Reporter(quiet=as_json)
+        head, target, tree, dtype=dtype, device=device, kv_dtype=kv_dtype, batch=batch, reporter=Reporter(quiet=as_json)
     )
     requests = [
         GenerationRequest(

@@ -28,6 +28,7 @@ def measured_latency(
     rows: int,
     max_nodes: int,
     top_k: int,
+    kv_dtype: torch.dtype | None = None,
     reporter: Reporter,
 ) -> LatencyTable:
     """Return the table for up to `rows` rows and trees of `max_nodes` nodes, root included; measured if it is new."""
@@ -35,7 +36,7 @@ def measured_latency(
         {
             "target": target_fingerprint,
             "head": asdict(head.config),
-            "dtypes": [str(target.dtype), str(next(head.parameters()).dtype)],
+            "dtypes": [str(x) for x in (target.dtype, next(head.parameters()).dtype, kv_dtype or target.dtype)],
             "device": device_name(str(target.device)),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -50,7 +51,7 @@ def measured_latency(
             raise UserError(f"{path}: {error}") from None
     with reporter.bar("rows") as bar:
         table = measure_latency(
-            target, head, rows=rows, max_nodes=max_nodes, top_k=top_k,
+            target, head, rows=rows, max_nodes=max_nodes, top_k=top_k, kv_dtype=kv_dtype,
             progress=lambda done, total, _: bar.update("timing this machine", done, total, 1),
         )  # fmt: skip
     write_atomically(path, table.as_json())

@@ -10,12 +10,17 @@ from eyas.inference.model_drafter import ModelDrafting
 from eyas.inference.paced_drafting import PacedDrafting
 from eyas.inference.sampling import Sampling
 from eyas.inference.session import Session
-from eyas.models.kv_cache import KVCache
+from eyas.models.kv_cache import FP8, KVCache
 from eyas.models.target import Target
 
 
 def close(ours: Tensor, true: Tensor) -> None:
-    """Assert equality within 1e-5 of the largest entry."""
+    """Assert equality within 1e-5 of the largest entry; in fp8, where rounding may tip over, of all but 1 %."""
+    if ours.dtype == FP8:
+        off = (ours.float() - true.float()).abs()
+        assert int((off > 0).sum()) <= max(2, off.numel() // 100)
+        assert bool((off <= true.float().abs().clamp(min=2.0**-6) / 8).all())  # one step of its 3 bits
+        return
     scale = max(1.0, float(true.abs().max()))
     assert float((ours - true).abs().max()) <= 1e-5 * scale
 
@@ -23,7 +28,7 @@ def close(ours: Tensor, true: Tensor) -> None:
 def check_target_cache(target: Target, cache: KVCache, row: int, text: list[int]) -> Any:
     """Compare a row of the target's cache with a fresh prefill of the text; returns the prefill's states."""
     cached = len(text) - 1
-    fresh = target.new_cache(batch=1, capacity=cached)
+    fresh = target.new_cache(batch=1, capacity=cached, dtype=cache.dtype)
     fresh.write_at(0, cached)
     out = target.forward(torch.tensor([text[:-1]]), cache=fresh)
     for ours, true in zip(cache.buffers, fresh.buffers, strict=True):

@@ -20,6 +20,7 @@ from eyas.inference.session import Session
 from eyas.kernels import verify_tree_sampling
 from eyas.kernels.triton_support import interpreted
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.kv_cache import FP8, FP8_CAPABILITY
 from eyas.models.target import Target
 from eyas.tests.inference.heads import greedy, random_prompt, soften, table_head
 from eyas.tests.inference.session_checks import check_session
@@ -194,12 +195,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("maker", [None, ChainTree(2), DynamicTree(2, 3, 5)], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize(
+    ("maker", "kv_dtype"),
+    [(None, None), (ChainTree(2), None), (DynamicTree(2, 3, 5), None), (ChainTree(2), FP8)],
+    ids=["plain", "chain", "tree", "chain, fp8 cache"],
+)
 def test_with_kernels_a_round_reads_nothing_back_and_does_the_same_whatever_its_rows_hold(
-    maker: TreeMaker | None,
+    maker: TreeMaker | None, kv_dtype: torch.dtype | None
 ) -> None:
     head = None if maker is None else HEADS["wrong at every third"]
-    session = Engine(TARGET, head, maker, fixed=True).session()
+    session = Engine(TARGET, head, maker, fixed=True, kv_dtype=kv_dtype).session()
     session.join([GenerationRequest(prompt, 12) for prompt in PROMPTS])
     session.round()  # makes the fixed round of four rows
     (made,) = session._fixed_rounds.values()
@@ -264,15 +269,19 @@ def session_on_gpu(maker: TreeMaker | None, *, graphs: bool, temperature: float)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["", "fp8 cache"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("maker", [None, ChainTree(3), DynamicTree(3, 4, 12)], ids=["plain", "chain", "tree"])
 def test_graphs_plain_launches_and_ragged_rounds_write_the_same_texts(
-    maker: TreeMaker | None, temperature: float
+    maker: TreeMaker | None, temperature: float, kv_dtype: torch.dtype | None
 ) -> None:
+    if kv_dtype is not None and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("this card has no fp8")
     texts = []
     target, head = on_gpu()
     for fixed, graphs in ((False, False), (True, False), (True, True)):
-        engine = Engine(target, None if maker is None else head, maker, fixed=fixed, graphs=graphs)
+        drafts = None if maker is None else head
+        engine = Engine(target, drafts, maker, fixed=fixed, graphs=graphs, kv_dtype=kv_dtype)
         requests = [
             GenerationRequest(tuple(token % 8 for token in prompt), limit, sampling=Sampling(temperature, seed=limit))
             for prompt, limit in zip(PROMPTS, LIMITS, strict=True)

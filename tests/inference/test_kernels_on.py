@@ -22,6 +22,7 @@ from eyas.inference.verify_reference import REFERENCES
 from eyas.kernels.triton_support import interpreted
 from eyas.models import kv_cache, tree_attention
 from eyas.models.draw import draw
+from eyas.models.kv_cache import FP8
 from eyas.models.target import Target
 from eyas.tests.inference.heads import greedy, random_prompt, soften, table_head
 from eyas.tests.inference.session_checks import check_session
@@ -135,6 +136,25 @@ def test_the_same_seed_gives_the_text_of_plain_sampling_without_kernels(
     assert sum(generation.stats.accepted for generation in found) >= 4
     assert "verify_tree_sampling" in launches
     assert "verify_tree_greedy" not in launches
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+def test_with_an_fp8_cache_the_texts_are_those_of_plain_decoding_without_kernels(
+    fixed: bool, launches: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        GenerationRequest(prompt, 6, sampling=Sampling(temperature, seed=1))
+        for prompt, temperature in zip(PROMPTS, (0.0, 0.8, 0.0), strict=True)
+    ]
+    with monkeypatch.context() as off:
+        off.setattr("eyas.kernels.triton_support._interpreting", False)
+        plain = [generation.token_ids for generation in Engine(TARGET, kv_dtype=FP8).generate(requests)]
+    texts = [[*prompt, *text, *random_prompt(9, seed=3)] for prompt, text in zip(PROMPTS, plain, strict=True)]
+    head = table_head(TARGET, texts, flawed=True)
+    found = Engine(TARGET, head, DynamicTree(3, 2, 5), fixed=fixed, kv_dtype=FP8).generate(requests)
+    assert [generation.token_ids for generation in found] == plain
+    assert sum(generation.stats.accepted for generation in found) >= 4
+    assert launches >= {"tree_attention", "keep_path"}
 
 
 def test_drawn_chains_are_verified_by_their_kernel(launches: set[str]) -> None:

@@ -3,10 +3,13 @@
 from itertools import pairwise
 
 import pytest
+import torch
 
 from eyas.inference import measure_latency as module
 from eyas.inference.measure_latency import measure_latency
 from eyas.models.draft_head import DraftHead
+from eyas.models.kv_cache import FP8, KVCache
+from eyas.models.target import Target
 from eyas.tests.toys import tiny_eagle1, tiny_head, tiny_target
 
 TARGET = tiny_target(layers=3, aux_layers=(0, 1, 3))
@@ -31,6 +34,24 @@ def test_the_table_covers_what_was_asked_for(kind: str) -> None:
     assert heard == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
     assert len(table.verify_seconds(3)) == 33
     assert table.verify_seconds(1)[-1] > table.verify_seconds(1)[0]
+
+
+def test_rounds_are_measured_on_the_cache_that_they_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.dtype] = []
+    original = Target.new_cache
+
+    def noted(self: Target, *, batch: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
+        cache = original(self, batch=batch, capacity=capacity, dtype=dtype)
+        made.append(cache.dtype)
+        return cache
+
+    monkeypatch.setattr(Target, "new_cache", noted)
+    for dtype in (None, FP8):
+        measure_latency(
+            TARGET, tiny_head(TARGET), rows=1, max_nodes=3, top_k=2, kv_dtype=dtype, seconds=0.0,
+            progress=lambda *_: None,
+        )  # fmt: skip
+    assert made == [torch.float32] * 3 + [FP8] * 3
 
 
 def test_wide_batches_are_measured_up_to_a_number_of_tokens() -> None:

@@ -14,19 +14,25 @@ from pathlib import Path
 import pytest
 
 from eyas.kernels import aot
-from eyas.kernels.aot import BUILDS, CAPABILITIES, SHARED_LIMIT, CompileReport
+from eyas.kernels.aot import BUILDS, CAPABILITIES, SHARED_LIMIT, CompileReport, capabilities
 
 pytest.importorskip("triton")
 
-# Builds that everything else depends on being right, on every architecture.
-ON_ALL = ("tree_attention bf16 head_dim=128 rows<=64 window=0",)
+# Builds that everything else depends on being right, on every architecture that has their types.
+ON_ALL = (
+    "tree_attention bf16 head_dim=128 rows<=64 window=0",
+    "tree_attention bf16 over fp8 head_dim=128 rows<=64 window=0",
+)
 
 
 def chosen() -> list[str]:
     """NAME@CAPABILITY of the last (the largest) build of every kernel, the architectures in turn, and `ON_ALL`."""
-    last = {id(build.kernel): name for name, build in aot.all_builds().items()}
-    in_turn = [f"{name}@{CAPABILITIES[i % len(CAPABILITIES)]}" for i, name in enumerate(last.values())]
-    return sorted({*in_turn, *(f"{name}@{capability}" for name in ON_ALL for capability in CAPABILITIES)})
+    builds = aot.all_builds()
+    last = {id(build.kernel): build for build in builds.values()}
+    turns = [(build.name, capabilities(build)) for build in last.values()]
+    in_turn = [f"{name}@{has[i % len(has)]}" for i, (name, has) in enumerate(turns)]
+    on_all = [f"{name}@{capability}" for name in ON_ALL for capability in capabilities(builds[name])]
+    return sorted({*in_turn, *on_all})
 
 
 def test_kernels_compile_without_spills(tmp_path: Path) -> None:
@@ -43,7 +49,7 @@ def test_kernels_compile_without_spills(tmp_path: Path) -> None:
         assert 16 <= report.registers <= 255, report
         assert report.fault is None, report
     attention = [report for report in reports if report.build in ON_ALL]
-    assert [report.tensor_core_instructions > 0 for report in attention] == [True] * len(CAPABILITIES)
+    assert [report.tensor_core_instructions > 0 for report in attention] == [True] * 5
 
 
 def test_every_kernel_has_a_build() -> None:
@@ -57,6 +63,16 @@ def test_every_kernel_has_a_build() -> None:
     }
     assert launched == {build.kernel.__name__ for builds in BUILDS.values() for build in builds()}
     assert len(launched) > 15
+
+
+def test_every_fp8_build_needs_a_card_that_has_it() -> None:
+    fp8 = [build for build in aot.all_builds().values() if "*fp8e4nv" in build.types.values()]
+    assert len(fp8) == 24
+    for build in fp8:
+        assert (build.types["k_ptr"], build.types["v_ptr"]) == ("*fp8e4nv", "*fp8e4nv")
+        assert capabilities(build) == (90, 100)
+        same = aot.all_builds()[build.name.replace(" over fp8", "")]  # dispatched with the same shapes
+        assert (same.constants, same.options, capabilities(same)) == (build.constants, build.options, CAPABILITIES)
 
 
 def test_faults_are_named() -> None:

@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.kernels.keep_path import _launch_keep_path, keep_path, keep_path_reference
+from eyas.kernels.keep_path import _launch_keep_path, as_bits, keep_path, keep_path_reference
 
 MOVERS = {"reference": keep_path_reference, "kernel": _launch_keep_path}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("move", MOVERS.values(), ids=MOVERS)
-def test_hand_worked(move: Callable[..., None], device: torch.device) -> None:
+def test_hand_worked(move: Callable[..., None], dtype: torch.dtype, device: torch.device) -> None:
     """Entries are named by their position. Row 0 moves into places that are still to be read; row 1 nothing."""
-    cache = torch.arange(12.0, device=device).view(1, 1, 1, 12, 1).repeat(2, 2, 3, 1, 5)
+    cache = torch.arange(12.0, device=device).view(1, 1, 1, 12, 1).repeat(2, 2, 3, 1, 5).to(dtype)
     path = torch.tensor([[0, 2, 3, 5, 6, -1], [0, 1, -1, -1, -1, -1]], device=device)
     move(cache, torch.tensor([4, 3], device=device), path, torch.tensor([4, 1], device=device))
+    cache = cache.float()
     assert cache[0, 0, 2, :, 4].tolist() == [0, 1, 2, 3, 4, 6, 7, 9, 10, 9, 10, 11]
     assert (cache[:, 0] == cache[:1, 0, :1]).all()
     assert cache[1, 1, 0, :, 0].tolist() == list(range(12))
@@ -24,7 +26,13 @@ def test_hand_worked(move: Callable[..., None], device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "kv_heads", "head_dim", "dtype"),
-    [(1, 1, 32, torch.float32), (5, 3, 80, torch.bfloat16), (60, 1, 256, torch.float16), (63, 9, 33, torch.float32)],
+    [
+        (1, 1, 32, torch.float32),
+        (5, 3, 80, torch.bfloat16),
+        (60, 1, 256, torch.float16),
+        (63, 9, 33, torch.float32),
+        (7, 3, 33, torch.float8_e4m3fn),
+    ],
 )
 def test_kernel_equals_reference(
     nodes: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -42,7 +50,7 @@ def test_kernel_equals_reference(
     expected, moved = cache.clone(), cache.clone().to(device)
     keep_path_reference(expected, prefix, path, accepted)
     _launch_keep_path(moved, prefix.to(device), path.to(device), accepted.to(device))
-    assert torch.equal(moved.cpu(), expected)
+    assert torch.equal(as_bits(moved).cpu(), as_bits(expected))
 
 
 def test_nothing_outside_the_cache_is_touched(device: torch.device) -> None:
@@ -61,6 +69,7 @@ def test_nothing_outside_the_cache_is_touched(device: torch.device) -> None:
     ("name", "change", "message"),
     [
         ("cache_SBGLD", lambda x: x.double(), "the cache is torch.float64"),
+        ("cache_SBGLD", lambda x: x.to(torch.float8_e5m2), "the cache is torch.float8_e5m2"),
         ("cache_SBGLD", lambda x: x.transpose(3, 4), "the last stride 1"),
         ("prefix_len_B", lambda x: x + 8, "row 0 has a prefix of 12"),
         ("path_BN", lambda x: x.flip(1), r"the path \[3, 2, 0\]: a path starts at 0, ascends"),

@@ -161,6 +161,31 @@ def test_kernel_equals_reference(
     assert result[1, :, 1:].eq(0).all()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "head_dim", "dtype", "window", "splits"),
+    [(5, 80, torch.bfloat16, None, 1), (33, 64, torch.float16, 16, 3), (7, 33, torch.float32, None, 2)],
+)
+@pytest.mark.usefixtures("poisoned_empty", "interpreter_multiplies_bf16")
+def test_an_fp8_cache_counts_as_the_numbers_it_holds(
+    nodes: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    splits: int,
+    random_parents: Callable[[int, int], Tensor],
+    device: torch.device,
+) -> None:
+    parents, lengths = random_parents(3, nodes), {"num_nodes": [nodes, 1, nodes // 2], "prefix": [40, 0, 7]}
+    inputs = draw_inputs(parents, **lengths, heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    fp8 = replace(inputs, k=inputs.k.to(torch.float8_e4m3fn), v=inputs.v.to(torch.float8_e4m3fn))
+    wide = replace(fp8, k=fp8.k.to(dtype), v=fp8.v.to(dtype))
+    expected = tree_attention_reference(*wide.to(torch.device("cpu")), 0.2, window)
+    assert torch.equal(tree_attention_reference(*fp8.to(torch.device("cpu")), 0.2, window), expected)
+    result = _launch_tree_attention(*fp8.to(device), 0.2, window, splits=splits)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def test_strided_tensors(random_parents: Callable[[int, int], Tensor], device: torch.device) -> None:
     inputs = draw_inputs(random_parents(2, 7), num_nodes=[7, 4], prefix=[5, 9], heads=4, kv_heads=2, head_dim=16)
     # [rows, positions, heads, dim] in memory, as a model's projections leave it.
@@ -223,6 +248,8 @@ def test_the_op_is_the_reference_on_the_cpu(random_parents: Callable[[int, int],
         ("q_BHND", lambda q: q.mT.contiguous().mT, r"q has strides .* the last one must be 1"),
         ("k_BGLD", lambda k: k[..., :4], r"k is torch.float32 .* give torch.float32 \(2, 2, 12, 8\)"),
         ("v_BGLD", lambda v: v.half(), "v is torch.float16 .* give torch.float32"),
+        ("k_BGLD", lambda k: k.to(torch.float8_e5m2), "k is torch.float8_e5m2 .* give torch.float32"),
+        ("k_BGLD", lambda k: k.to(torch.float8_e4m3fn), "v is torch.float32 .* give torch.float8_e4m3fn"),
         ("prefix_len_B", lambda n: n.int(), "prefix_len_B is torch.int32 .* give torch.int64"),
         ("prefix_len_B", lambda n: n + 8, "row 0 has a prefix of 12 and 5 nodes: .* cache of 12 positions"),
         ("prefix_len_B", lambda n: n - 1, "row 1 has a prefix of -1"),
@@ -246,11 +273,14 @@ def test_the_op_refuses_an_empty_window(random_parents: Callable[[int, int], Ten
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["", "fp8 cache"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_the_op_runs_the_kernel_on_a_gpu(
-    head_dim: int, dtype: torch.dtype, random_parents: Callable[[int, int], Tensor]
+    head_dim: int, dtype: torch.dtype, is_fp8: bool, random_parents: Callable[[int, int], Tensor]
 ) -> None:
+    if is_fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card has no fp8")
     inputs = draw_inputs(
         random_parents(3, 60),
         num_nodes=[60, 1, 33],
@@ -260,6 +290,8 @@ def test_the_op_runs_the_kernel_on_a_gpu(
         head_dim=head_dim,
         dtype=dtype,
     )
+    if is_fp8:
+        inputs = replace(inputs, k=inputs.k.to(torch.float8_e4m3fn), v=inputs.v.to(torch.float8_e4m3fn))
     q, k, v, prefix, num_nodes, ancestors = inputs.to(torch.device("cuda"))
     assert _choose_splits(q, k) > 1
     result = tree_attention(

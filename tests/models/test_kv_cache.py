@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.models.errors import UserError
-from eyas.models.kv_cache import FULL, SLIDING, KVCache, attention_kinds
+from eyas.models.kv_cache import FP8, FULL, SLIDING, KVCache, attention_kinds, check_kv_dtype, to_cache
 from eyas.models.target import Target
 from eyas.tests.models.families import SERVED, family_config, family_model
 from eyas.tests.toys import tiny_config, tiny_target
@@ -256,3 +256,78 @@ def test_fixed_writes_and_kept_paths_are_those_of_the_growing_ones() -> None:
         states.append((out.final_hidden_BTD, *(layer.both for layer in cache.buffers)))
     for ours, theirs in zip(*states, strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_holds_the_nearest_of_its_numbers_and_the_largest_for_all_beyond_and_nan_for_what_is_none(
+    dtype: torch.dtype,
+) -> None:
+    inf, nan = torch.inf, torch.nan
+    given = [0.0, 1.0, 0.1, -3.3, 2.0**-9, 448.0, 470.0, -500.0, 60000.0, nan, inf, -inf]
+    held = to_cache(torch.tensor(given, dtype=dtype), FP8)
+    assert held.dtype == FP8
+    expected = [0.0, 1.0, 0.1015625, -3.25, 2.0**-9, 448.0, 448.0, -448.0, 448.0, nan, nan, nan]
+    torch.testing.assert_close(held.float(), torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+    same = torch.tensor(given)
+    assert to_cache(same, torch.float32) is same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_layer_reads_an_fp8_cache_in_its_own_dtype(ragged: bool, dtype: torch.dtype) -> None:
+    cache = tiny_target(layers=1, aux_layers=()).new_cache(batch=2, capacity=9, dtype=FP8)
+    states = torch.randn(2, 2, 2, 3, 16).to(dtype)
+    if ragged:
+        cache.write_rows_at(None, torch.tensor([[4, 5, 6], [4, 5, 6]]))
+    else:
+        cache.write_at(4, 3)
+    assert cache.buffers[0].both.nbytes == 2 * 2 * 2 * 9 * 16
+    rounded = states.float().to(FP8)
+    for read, true in zip(cache.update(*states, 0), rounded, strict=True):
+        assert read.dtype == dtype
+        assert read[:, :, :4].eq(0).all()
+        assert torch.equal(read[:, :, 4:].float(), true.float())
+
+
+OPERATIONS: dict[str, Any] = {
+    "move": lambda cache: cache.move(torch.tensor([0, 0, 2]), torch.tensor([3, 4, 5]), torch.tensor([2, 3, 1])),
+    "move_row": lambda cache: cache.move_row(2, 0),
+    "clear": lambda cache: cache.clear(slice(1, None)),
+    "grow": lambda cache: cache.grow(batch=4, capacity=8),
+    "select_rows": lambda cache: cache.select_rows(torch.tensor([2, 0])),
+    "keep_paths": lambda cache: cache.keep_paths(
+        torch.tensor([1, 0]), torch.tensor([[0, 2, 4], [0, 3, -1]]), torch.tensor([2, 1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_fp8_cache_is_moved_about_as_any_other(name: str) -> None:
+    caches = [tiny_target(layers=2, aux_layers=()).new_cache(batch=3, capacity=6, dtype=dtype) for dtype in (None, FP8)]
+    for layers in zip(*(cache.buffers for cache in caches), strict=True):
+        numbers = torch.randn(layers[0].both.shape).to(FP8)
+        for layer in layers:
+            layer.both.copy_(numbers.to(layer.both.dtype))
+    before = caches[1].buffers[1].both.float()
+    for cache in caches:
+        OPERATIONS[name](cache)
+    wide, fp8 = (cache.buffers[1] for cache in caches)
+    assert fp8.both.shape != before.shape or not torch.equal(fp8.both.float(), before)
+    assert (wide.both.dtype, fp8.both.dtype, fp8.keys.dtype) == (torch.float32, FP8, FP8)
+    assert torch.equal(fp8.both.float(), wide.both)
+    assert torch.equal(fp8.values.float(), wide.values)
+
+
+def test_fp8_caches_are_for_cards_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(UserError, match=r"NVIDIA A100 \(compute capability 8.0\) has no .* card of 8.9 or later"):
+        check_kv_dtype(FP8, card)
+    check_kv_dtype(None, card)
+    check_kv_dtype(FP8, torch.device("cpu"))
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        check_kv_dtype(FP8, card)
+    with pytest.raises(UserError, match=r"or in torch.float8_e4m3fn, not in torch.float16"):
+        check_kv_dtype(torch.float16, card)

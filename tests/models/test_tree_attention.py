@@ -1,6 +1,7 @@
 """Attention over trees through transformers' interface: the layout as a mask, what is refused, what is left alone."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from eyas.kernels.tree_layout import ancestor_mask, pack_ancestors
 from eyas.kernels.triton_support import interpreted
+from eyas.models import tree_attention
 from eyas.models.errors import UserError
+from eyas.models.kv_cache import FP8
 from eyas.models.target import Target
 from eyas.models.tree_attention import (
     ADDED,
@@ -54,11 +57,11 @@ def test_a_slot_holds_its_own_position_but_for_nodes() -> None:
     assert LAYOUT.key_positions(positions, 10).tolist() == expected
 
 
-def forward(target: Target, **mask: Tensor | TreeLayout) -> Tensor:
+def forward(target: Target, kv_dtype: torch.dtype | None = None, **mask: Tensor | TreeLayout) -> Tensor:
     """Return the final states of two trees behind prefixes of their own."""
     generator = torch.Generator().manual_seed(1)
     prefix, nodes = (torch.randint(97, (2, count), generator=generator) for count in (4, 5))
-    cache = target.new_cache(batch=2, capacity=12)
+    cache = target.new_cache(batch=2, capacity=12, dtype=kv_dtype)
     cache.write_at(0, 4)
     target.forward(prefix, cache=cache)
     cache.write_fixed(PREFIX[:, None] + torch.arange(5))
@@ -88,6 +91,28 @@ def test_the_kernel_says_what_the_mask_says_in_every_family_it_serves(name: str)
     # The same model's other forwards are the library's, as before.
     again = forward(target, mask_B1TL=LAYOUT.mask(12)[:, None], key_positions_BL=positions)
     torch.testing.assert_close(again, by_mask, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["llama", "mistral window"])
+def test_the_kernel_is_given_an_fp8_cache_as_it_lies_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, given = Target(family_model(name)), []
+    original = tree_attention.tree_attention
+
+    def noted(q_BHND: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, **rest: Any) -> Tensor:
+        given.append((q_BHND.dtype, k_BGLD.dtype, v_BGLD.dtype))
+        return original(q_BHND, k_BGLD, v_BGLD, **rest)
+
+    monkeypatch.setattr(tree_attention, "tree_attention", noted)
+    positions = LAYOUT.key_positions(PREFIX[:, None] + DEPTHS, 12)
+    by_mask = forward(target, FP8, mask_B1TL=LAYOUT.mask(12)[:, None], key_positions_BL=positions)
+    assert given == []
+    by_kernel = forward(target, FP8, tree=LAYOUT)
+    assert given == [(torch.float32, FP8, FP8)] * len(target.layers)
+    exact = forward(target, tree=LAYOUT)
+    for row, nodes in enumerate(NODES.tolist()):
+        torch.testing.assert_close(by_kernel[row, :nodes], by_mask[row, :nodes], rtol=1e-4, atol=1e-4)
+        assert float((by_kernel - exact)[row, :nodes].abs().max()) > 1e-3  # rounded it is
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])

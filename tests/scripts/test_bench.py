@@ -69,10 +69,12 @@ def test_sections_are_replaced_and_others_kept(tmp_path: Path) -> None:
 def test_the_compile_table_shows_what_differs_between_cards() -> None:
     reports = [CompileReport("op bf16", c, 32, 0, 1024 * (c // 10), 4) for c in CAPABILITIES]
     reports += [CompileReport("other", c, 255, 8 * (c == 90), 0, 0) for c in CAPABILITIES]
+    reports += [CompileReport("op fp8", c, 30 + c // 100, 0, 0, 0) for c in (90, 100)]
     table = compile_table(reports)
+    assert "| op fp8 | - / 30 / 31 | - / 0 / 0 | - / 0.0 / 0.0 | - / 0 / 0 |" in table
     assert "| op bf16 | 32 | 0 | 8.0 / 9.0 / 10.0 | 4 |" in table
     assert "| other | 255 | 0 / 8 / 0 | 0.0 | 0 |" in table
-    assert "2 builds for sm_80, sm_90, sm_100. 1 spill registers, 0 exceed" in table
+    assert "3 builds for sm_80, sm_90, sm_100. 1 spill registers, 0 exceed" in table
 
 
 @pytest.mark.parametrize(

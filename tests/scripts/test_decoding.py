@@ -77,6 +77,24 @@ def test_every_way_of_drafting_writes_the_plain_text(eyas: Eyas, model: Path, he
     assert itself["tau"] > 3.0, "a model that drafts for itself is accepted"
 
 
+def test_with_an_fp8_cache_trees_write_the_text_of_plain_decoding_with_one(eyas: Eyas, model: Path, head: Path) -> None:
+    fp8 = ("--prompt", "hello", *COUNT, "--kv-dtype", "fp8", "--json")
+    (plain,) = report(eyas("generate", "none", "--target", model, *fp8))["results"]
+    for way in ((head,), (f"model:{model}", "--target", model, "--tree", "chain:3")):
+        (result,) = report(eyas("generate", *way, *fp8))["results"]
+        assert result["token_ids"] == plain["token_ids"]
+    assert result["tau"] > 2.0
+    said = eyas("chat", head, *COUNT, "--kv-dtype", "fp8", "--json", said="hello\n")
+    assert json.loads(said.out)["token_ids"] == plain["token_ids"]
+    found = report(
+        eyas("bench", "decode", head, "--kv-dtype", "fp8", "--per-set", 1, "--method", "chain:2", "--tree", "chain:2",
+             "--max-new-tokens", 5, "--json")
+    )  # fmt: skip
+    assert found["kv_dtype"] == "fp8"
+    assert {one["method"] for one in found["results"]} == {"plain", "chain:2"}
+    assert all(one["same"] == one["prompts"] for one in found["results"])
+
+
 def test_many_prompts_run_side_by_side_and_keep_their_order(eyas: Eyas, head: Path) -> None:
     Path("p.jsonl").write_text(
         "".join(
@@ -168,6 +186,7 @@ def test_a_conversation_that_outgrows_the_target_is_told_and_goes_on(eyas: Eyas,
         (("calibrate", "{head}", "--temperature", "1"), ["--temperature must be given 0 and at least one above it"]),
         (("calibrate", "{head}", "--dtype", "int8"), ["--dtype 'int8' must be float32 or bfloat16"]),
         (("generate", "{head}", "--prompt", "x", "--dtype", "int8"), ["--dtype 'int8' must be float32 or bfloat16"]),
+        (("generate", "{head}", "--prompt", "x", "--kv-dtype", "int4"), ["--kv-dtype 'int4' must be fp8"]),
         (("generate", "{head}", "--prompt", "x", "--top-p", "0"), ["top_p 0.0 in (0, 1]"]),
         (("generate", "{head}", "--prompt", "x", "--batch", "0"), ["at least one request at a time"]),
         (("generate", "{head}", "--prompt", "x", "--max-new-tokens", "600"), ["exceed the target's 512 positions"]),

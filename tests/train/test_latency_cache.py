@@ -43,12 +43,13 @@ def test_it_is_measured_once_and_anew_for_anything_it_depends_on(
     assert [table(), table()] == [1.0, 1.0]
     assert table(target_fingerprint="other") == 2.0
     assert [table(rows=2), table(max_nodes=5), table(top_k=3)] == [3.0, 4.0, 5.0]
+    assert [table(kv_dtype=torch.float8_e4m3fn), table(kv_dtype=TARGET.dtype)] == [6.0, 1.0]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert table() == 6.0
-    monkeypatch.setattr(latency_cache, "device_name", lambda _: "another machine")
     assert table() == 7.0
+    monkeypatch.setattr(latency_cache, "device_name", lambda _: "another machine")
+    assert table() == 8.0
     monkeypatch.undo()
-    assert len(measured) == 7
+    assert len(measured) == 8
 
 
 def test_everything_is_found_again(measured: list[float]) -> None:
