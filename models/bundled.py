@@ -55,6 +55,11 @@ def resolve_model(name: str) -> str:
         return str(prepare_bundled(name))
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"{name!r} holds an adapter (LoRA), whose states are not its base model's and which engines apply in "
+                "ways of their own; merge it into the model, save that, and name the folder of the whole."
+            )
         if not (path / "config.json").is_file():
             raise UserError(f"{name!r} is a folder without config.json; name a model folder saved by transformers.")
         return str(path)

@@ -62,6 +62,11 @@ def _loader(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+def takes_pictures(name: str) -> bool:
+    """Return whether a target has a part that reads pictures beside the one that heads are trained for."""
+    return hasattr(AutoConfig.from_pretrained(resolve_model(name)), "vision_config")
+
+
 def _quantization_config(name: str, config: PreTrainedConfig, quantization: str) -> Any:
     if quantization == "none":
         return None

@@ -25,6 +25,7 @@ SHARED = runpy.run_path(str(Path(__file__).with_name("vllm_acceptance.py")))
 
 def load(job: dict[str, Any]) -> Any:
     """Return the engine of a job."""
+    import torch
     import vllm
 
     speculation = {
@@ -38,7 +39,8 @@ def load(job: dict[str, Any]) -> Any:
         dtype=job["dtype"],
         max_model_len=job["max_model_len"],
         max_num_seqs=job["batch"],
-        enforce_eager=True,
+        # As it would be served: with CUDA graphs on a GPU. A CPU has none, and would compile for minutes.
+        enforce_eager=not torch.cuda.is_available(),
         enable_prefix_caching=False,
         disable_log_stats=False,  # get_metrics() has no counters otherwise
         speculative_config=speculation if job["head"] is not None else None,

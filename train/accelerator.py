@@ -6,6 +6,7 @@ import warnings
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -22,6 +23,9 @@ def make_accelerator(context: RunContext) -> Accelerator:
     Raises UserError for a tracker that is not installed and for settings that DeepSpeed cannot honour.
     """
     section = context.recipe.train
+    launched = os.environ.get("WORLD_SIZE") is not None
+    if remark := idle_gpus(torch.cuda.device_count() if context.device.startswith("cuda") else 0, launched=launched):
+        context.reporter.say(f"  note: {remark}")
     tracker = None if section.tracker == "none" else section.tracker
     if tracker and find_spec(TRACKERS[tracker]) is None:
         raise UserError(
@@ -44,6 +48,16 @@ def make_accelerator(context: RunContext) -> Accelerator:
     if tracker:
         start_tracker(accelerator, tracker, context)
     return accelerator
+
+
+def idle_gpus(count: int, *, launched: bool) -> str:
+    """Return what to say of a machine's GPUs where one process trains on one of them, "" where none stands idle."""
+    if launched or count < 2:
+        return ""
+    return (
+        f"this process trains on one of {count} GPUs; accelerate launch --num_processes {count} -m eyas.train RECIPE "
+        "uses them all."
+    )
 
 
 def start_tracker(accelerator: Accelerator, tracker: str, context: RunContext) -> None:

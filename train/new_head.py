@@ -14,7 +14,7 @@ from eyas.models.import_head import Answers, read_any_head
 from eyas.models.rope import check_same_rope
 from eyas.models.target import Target
 from eyas.models.target_facts import TargetFacts
-from eyas.models.target_loading import plain_weight
+from eyas.models.target_loading import plain_weight, takes_pictures
 from eyas.models.warm_start import init_from_head, init_from_target, init_random, set_vocabulary
 from eyas.train.context import RunContext
 from eyas.train.losses import LossMix
@@ -29,6 +29,8 @@ def build_head(context: RunContext, target: Target, vocabulary: DraftVocabulary)
     check_same_rope(head.rope, target.decoder, head.config)
     for remark in head_remarks(head.config, context.target_config):
         context.reporter.say(f"  note: {remark}")
+    if takes_pictures(context.recipe.target.model):
+        context.reporter.say("  note: this target reads pictures too; the corpus and every number are of text alone")
     if section.init == "random":
         init_random(head)
     elif section.init == "target":

@@ -15,6 +15,7 @@ from eyas.models.target import load_tokenizer
 from eyas.models.target_checks import tokenizer_fingerprint
 from eyas.models.target_facts import TargetFacts
 from eyas.train.context import RunContext
+from eyas.train.prompt_sources import prompt_file_hash
 from eyas.train.provenance import provenance
 from eyas.train.stage_evaluate import CALIBRATION_FILE
 
@@ -59,6 +60,7 @@ def head_metadata(context: RunContext) -> dict[str, Any]:
         "trained_length": training.get("trained_length"),
         "data": context.folder.record("synthesize").get("result", {}),
         "training": {name: training[name] for name in _TRAINING if name in training},
+        "evaluation_prompts": {source: prompt_file_hash(source) for source in recipe.evaluate.prompts},
         "acceptance": [entry for entry in results if entry["prompt_set"] == "all"],
         "acceptance_by_set": [entry for entry in results if entry["prompt_set"] != "all"],
         **_calibration(context),

@@ -169,3 +169,11 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: 
     assert cache_home() == tmp_path / "xdg" / "eyas"
     monkeypatch.setenv("EYAS_HOME", "~/here")
     assert cache_home() == tmp_path / "here"
+
+
+def test_a_folder_with_an_adapter_is_refused_whatever_else_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"holds an adapter \(LoRA\).*merge it into the model"):
+            resolve_model(str(tmp_path))
+        (tmp_path / "config.json").write_text("{}")

@@ -22,7 +22,14 @@ from transformers import (
 from eyas.models.errors import UserError
 from eyas.models.head_config import head_config_for
 from eyas.models.target import Target, model_fingerprint
-from eyas.models.target_loading import find_decoder, load_model, own_quantization, plain_weight, quantization_of
+from eyas.models.target_loading import (
+    find_decoder,
+    load_model,
+    own_quantization,
+    plain_weight,
+    quantization_of,
+    takes_pictures,
+)
 from eyas.tests.toys import save_tiny_model, tiny_config
 
 TEXT: dict[str, Any] = {
@@ -75,6 +82,13 @@ def test_a_wrapper_with_as_many_vision_layers_is_seen_through(name: str, tmp_pat
     for k, tap in enumerate(out.aux_hidden_BTF.chunk(3, -1)):
         torch.testing.assert_close(tap, hidden[k], rtol=1e-5, atol=1e-5)
     assert target.self_check(ids[0]) < 1e-5
+
+
+def test_targets_that_read_pictures_are_told_from_those_that_do_not(folder: Path, tmp_path: Path) -> None:
+    for name, config in WRAPPERS.items():
+        config().save_pretrained(tmp_path / name)
+    assert [takes_pictures(str(tmp_path / name)) for name in WRAPPERS] == [True] * len(WRAPPERS)
+    assert not takes_pictures(str(folder))
 
 
 def test_layers_that_cannot_be_told_are_refused_with_the_lists_that_were_found() -> None:

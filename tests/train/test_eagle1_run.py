@@ -1,5 +1,6 @@
 """A whole run of an EAGLE-1 head on a tiny target: extracted, trained, saved, decoded, exported."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from eyas.tests.toys import save_tiny_model
 from eyas.tests.train.tiny_run import tiny_recipe
 from eyas.train.pipeline import run_stages
 from eyas.train.progress import Reporter
+from eyas.train.prompt_sources import prompt_file_hash
 from eyas.train.recipe_io import parse_recipe
 from eyas.train.run_folder import RunFolder
 
@@ -30,6 +32,9 @@ def test_an_eagle1_recipe_runs_from_synthesis_to_export(tmp_path: Path) -> None:
     assert {entry["method"] for entry in greedy} == {"plain", "chain", "tree"}
     assert all(entry["identical_to_plain"] == entry["prompts"] for entry in greedy)
     assert max(entry["tau"] for entry in greedy) > 1.1
+    card = json.loads((folder / "head" / "eyas.json").read_text())
+    (source,) = recipe.evaluate.prompts
+    assert card["evaluation_prompts"] == {source: prompt_file_hash(source)}
     readme = (folder / "head" / "README.md").read_text()
     assert '"method": "eagle"' in readme
     assert "--speculative-algorithm EAGLE " in readme

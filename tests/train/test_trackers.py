@@ -11,7 +11,7 @@ from eyas.models.errors import UserError
 from eyas.tests.toys import save_tiny_model
 from eyas.tests.train.tiny_run import tiny_recipe
 from eyas.train import accelerator as accelerator_module
-from eyas.train.accelerator import TRACKERS, make_accelerator, start_tracker, track
+from eyas.train.accelerator import TRACKERS, idle_gpus, make_accelerator, start_tracker, track
 from eyas.train.context import RunContext
 from eyas.train.progress import Reporter
 from eyas.train.recipe_io import parse_recipe
@@ -109,3 +109,8 @@ def test_a_run_is_kept_without_a_network(
         events = EventAccumulator(str(folder / "eyas")).Reload()
         assert {"train/loss", "eval/tau", "eval/tree_tau", "eval/alpha_2"} <= set(events.Tags()["scalars"])
         assert [(event.step, event.value) for event in events.Scalars("eval/tau")] == [(3, 1.5)]
+
+
+def test_gpus_that_stand_idle_beside_one_process_are_named() -> None:
+    assert "one of 4 GPUs; accelerate launch --num_processes 4 -m eyas.train RECIPE" in idle_gpus(4, launched=False)
+    assert [idle_gpus(4, launched=True), idle_gpus(1, launched=False), idle_gpus(0, launched=False)] == ["", "", ""]
