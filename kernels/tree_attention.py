@@ -13,13 +13,12 @@ normalised partial result and the log of its weight, merged afterwards (flash-de
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas.kernels.tree_attention_checks import MAX_HEAD_DIM, check_inputs, check_values
+from eyas.kernels.tree_attention_checks import CACHE_DTYPE, MAX_HEAD_DIM, check_inputs, check_values
 from eyas.kernels.tree_layout import WORD_BITS, unpack_ancestors
 from eyas.kernels.triton_support import KernelBuild, available, jit, next_power_of_two, on_device, tl
 
@@ -93,22 +92,26 @@ def _choose_splits(q_BHND: Tensor, k_BGLD: Tensor) -> int:
     rows, heads, nodes, head_dim = q_BHND.shape
     kv_heads, capacity = k_BGLD.shape[1:3]
     num_rows = heads // kv_heads * nodes
-    block_m = _launch_shape(head_dim, q_BHND.dtype, num_rows)[0]["BLOCK_M"]
+    block_m = _launch_shape(head_dim, q_BHND.dtype, num_rows, over=k_BGLD.dtype)[0]["BLOCK_M"]
     programs = max(rows * kv_heads * -(-num_rows // block_m), 1)
     on_gpu = q_BHND.device.type == "cuda"
     processors = torch.cuda.get_device_properties(q_BHND.device).multi_processor_count if on_gpu else 1
     return max(1, min(2 * processors // programs, capacity // MIN_SPLIT_LENGTH))
 
 
-def _launch_shape(head_dim: int, dtype: torch.dtype, num_rows: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """The block sizes and the options of a launch; `eyas.kernels.aot` measures that they spill no registers."""
+def _launch_shape(
+    head_dim: int, dtype: torch.dtype, num_rows: int, *, over: torch.dtype
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The block sizes and the options of a launch over keys in a dtype; `eyas.kernels.aot` checks that none spills."""
     exact = dtype == torch.float32
     block_d = max(next_power_of_two(head_dim), 16)
+    # What converts keys of 256 spills on sm_90 in blocks of 32 keys and on sm_100 in blocks of 16 rows.
+    converts_wide = over == CACHE_DTYPE and not exact and block_d == MAX_HEAD_DIM
     constants = {
         "WORD_BITS": WORD_BITS,
         "HEAD_DIM": head_dim,
-        "BLOCK_M": min(max(next_power_of_two(num_rows), 16), 16 if exact else 64),
-        "BLOCK_L": 32,
+        "BLOCK_M": min(max(next_power_of_two(num_rows), 32 if converts_wide else 16), 16 if exact else 64),
+        "BLOCK_L": 16 if converts_wide else 32,
         "BLOCK_D": block_d,
         # TF32 would lose 13 bits of every fp32 product, and with them token-by-token equality to plain decoding.
         "PRECISION": "ieee" if exact else "tf32",
@@ -139,7 +142,7 @@ def _launch_tree_attention(
     ancestors_BNW = ancestors_BNW.contiguous()
     # Only a window needs depths; the kernel does not touch the pointer without one.
     depth_BN = ancestors_BNW if window is None else unpack_ancestors(ancestors_BNW).sum(-1) - 1
-    constants, options = _launch_shape(head_dim, q_BHND.dtype, group * nodes)
+    constants, options = _launch_shape(head_dim, q_BHND.dtype, group * nodes, over=k_BGLD.dtype)
     with on_device(q_BHND.device):
         _tree_attention_kernel[(rows * splits, kv_heads, -(-group * nodes // constants["BLOCK_M"]))](
             q_BHND,
@@ -336,12 +339,17 @@ def aot_builds() -> list[KernelBuild]:
         *((*bf16, head_dim, 64, 1024) for head_dim in (64, 128, 256)),
         *((*bf16, head_dim, 64, 0) for head_dim in (32, 64, 80, 96, 128, 192, 256)),
     ]
+    wide = [
+        *((*half, 256, num_rows, window) for half in (fp16, bf16) for num_rows in (32, 64) for window in (0, 1024)),
+        (*bf16, 192, 64, 1024),
+    ]
+    over_fp8 = [(True, launch) for launch in dict.fromkeys((*launches, *wide))]
     builds = []
-    for is_fp8, (element, dtype, head_dim, num_rows, window) in product((True, False), launches):
+    for is_fp8, (element, dtype, head_dim, num_rows, window) in (*over_fp8, *((False, launch) for launch in launches)):
         pointers = dict.fromkeys(("q_ptr", "out_ptr"), f"*{element}") | dict.fromkeys(lengths, "*i64")
         pointers |= dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv" if is_fp8 else f"*{element}")
         pointers["log_weight_ptr"] = "*fp32"
-        constants, options = _launch_shape(head_dim, dtype, num_rows=num_rows)
+        constants, options = _launch_shape(head_dim, dtype, num_rows, over=CACHE_DTYPE if is_fp8 else dtype)
         over = " over fp8" if is_fp8 else ""
         builds.append(
             KernelBuild(

@@ -143,15 +143,15 @@ def test_with_an_fp8_cache_the_texts_are_those_of_plain_decoding_without_kernels
     fixed: bool, launches: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [
-        GenerationRequest(prompt, 6, sampling=Sampling(temperature, seed=1))
-        for prompt, temperature in zip(PROMPTS, (0.0, 0.8, 0.0), strict=True)
+        GenerationRequest(prompt, 5, sampling=Sampling(temperature, seed=1))
+        for prompt, temperature in zip(PROMPTS[:2], (0.0, 0.8), strict=True)
     ]
     with monkeypatch.context() as off:
         off.setattr("eyas.kernels.triton_support._interpreting", False)
         plain = [generation.token_ids for generation in Engine(TARGET, kv_dtype=FP8).generate(requests)]
-    texts = [[*prompt, *text, *random_prompt(9, seed=3)] for prompt, text in zip(PROMPTS, plain, strict=True)]
+    texts = [[*prompt, *text, *random_prompt(9, seed=3)] for prompt, text in zip(PROMPTS, plain, strict=False)]
     head = table_head(TARGET, texts, flawed=True)
-    found = Engine(TARGET, head, DynamicTree(3, 2, 5), fixed=fixed, kv_dtype=FP8).generate(requests)
+    found = Engine(TARGET, head, DynamicTree(2, 2, 4), fixed=fixed, kv_dtype=FP8).generate(requests)
     assert [generation.token_ids for generation in found] == plain
     assert sum(generation.stats.accepted for generation in found) >= 4
     assert launches >= {"tree_attention", "keep_path"}
