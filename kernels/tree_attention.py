@@ -116,9 +116,12 @@ def _launch_shape(
         # TF32 would lose 13 bits of every fp32 product, and with them token-by-token equality to plain decoding.
         "PRECISION": "ieee" if exact else "tf32",
     }
-    if exact and block_d >= 64:
-        return constants, {"num_warps": 8, "num_stages": 1}
-    return constants, {"num_warps": 8 if block_d == MAX_HEAD_DIM else 4, "num_stages": 2}
+    wide, over_fp8 = block_d == MAX_HEAD_DIM, over == CACHE_DTYPE
+    if exact and block_d >= 64:  # eight warps spill 64 numbers over fp8 on sm_100, with a window
+        return constants, {"num_warps": 4 if over_fp8 and block_d == 64 else 8, "num_stages": 1}
+    if constants["BLOCK_M"] == 32 and not over_fp8:  # with a window, sm_80 spills 256 numbers in 8 warps and 128 in 4
+        return constants, {"num_warps": 8 if block_d == 128 else 4, "num_stages": 2}
+    return constants, {"num_warps": 8 if wide else 4, "num_stages": 2}
 
 
 def _launch_tree_attention(
@@ -331,21 +334,21 @@ def aot_builds() -> list[KernelBuild]:
     )
     counts = ("splits", "group", "num_slots", "num_words", "capacity")
     bf16, fp16, fp32 = ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)
+    halves, windows = (fp16, bf16), (0, 1024)
     launches = [
-        *((*fp32, head_dim, 16, 0) for head_dim in (64, 128, 256)),
-        *((*fp32, head_dim, 16, 1024) for head_dim in (128, 256)),
-        *((*fp16, head_dim, 64, 0) for head_dim in (64, 128, 256)),
-        *((*bf16, head_dim, num_rows, 0) for head_dim in (64, 128, 256) for num_rows in (16, 32)),
-        *((*bf16, head_dim, 64, 1024) for head_dim in (64, 128, 256)),
-        *((*bf16, head_dim, 64, 0) for head_dim in (32, 64, 80, 96, 128, 192, 256)),
+        *((*fp32, head_dim, 16, window) for head_dim in (64, 128, 256) for window in windows),
+        *(
+            (*half, head_dim, num_rows, window)
+            for half in halves
+            for head_dim in (64, 128, 256)
+            for num_rows in (16, 32, 64)
+            for window in windows
+        ),
+        *((*bf16, head_dim, 64, window) for head_dim in (32, 80, 96, 192) for window in windows),
     ]
-    wide = [
-        *((*half, 256, num_rows, window) for half in (fp16, bf16) for num_rows in (32, 64) for window in (0, 1024)),
-        (*bf16, 192, 64, 1024),
-    ]
-    over_fp8 = [(True, launch) for launch in dict.fromkeys((*launches, *wide))]
     builds = []
-    for is_fp8, (element, dtype, head_dim, num_rows, window) in (*over_fp8, *((False, launch) for launch in launches)):
+    everything = [(is_fp8, launch) for is_fp8 in (True, False) for launch in launches]
+    for is_fp8, (element, dtype, head_dim, num_rows, window) in everything:
         pointers = dict.fromkeys(("q_ptr", "out_ptr"), f"*{element}") | dict.fromkeys(lengths, "*i64")
         pointers |= dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv" if is_fp8 else f"*{element}")
         pointers["log_weight_ptr"] = "*fp32"
