@@ -81,7 +81,7 @@ def draw_tokens(logits_RV: Tensor, samplings: list[Sampling], coins_R: Tensor) -
 
 
 def _keep_top_k(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
-    """Return logits whose rows below their request's top-k are -inf; equals of the last one stay."""
+    """Set what is below its row's top-k to -inf, in place, and return the logits; equals of the last one stay."""
     V = logits_RV.shape[-1]
     cut = [r for r, sampling in enumerate(samplings) if 0 < sampling.top_k < V]
     if cut:

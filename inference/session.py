@@ -64,7 +64,7 @@ class Session:
         self.fixed = fixed
         self.graphs = graphs
         self.kv_dtype = kv_dtype
-        self._fixed_rounds: dict[int, FixedRound] = {}
+        self.fixed_rounds: dict[int, FixedRound] = {}
         self._joined = 0
 
     def __len__(self) -> int:
@@ -217,10 +217,10 @@ class Session:
         rows = next_power_of_two(len(self.rows))
         if drafting is not None:
             drafting.cache.grow(batch=rows, capacity=drafting.cache.keys.shape[3])
-        made = self._fixed_rounds.get(rows)
+        made = self.fixed_rounds.get(rows)
         if made is None or not made.fits(self.cache, drafting):
             made = FixedRound(self.target, self.cache, drafting, rows=rows, graphs=self.graphs)
-            self._fixed_rounds[rows] = made
+            self.fixed_rounds[rows] = made
         outcomes = made.run(self.rows)
         if any(outcome.bonus_token < 0 for outcome in outcomes):
             raise FloatingPointError(NAN)

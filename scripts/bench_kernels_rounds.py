@@ -172,7 +172,7 @@ def _under_way(
     session.join([GenerationRequest(tuple(prompt), 64) for prompt in prompts])
     session.round()
     session.round()
-    (made,) = session._fixed_rounds.values()
+    (made,) = session.fixed_rounds.values()
     return made
 
 

@@ -207,7 +207,7 @@ def test_with_kernels_a_round_reads_nothing_back_and_does_the_same_whatever_its_
     session = Engine(TARGET, head, maker, fixed=True, kv_dtype=kv_dtype).session()
     session.join([GenerationRequest(prompt, 12) for prompt in PROMPTS])
     session.round()  # makes the fixed round of four rows
-    (made,) = session._fixed_rounds.values()
+    (made,) = session.fixed_rounds.values()
     computed = []
     for rows in (session.rows, session.rows[:1], session.rows[::-1]):
         with torch.inference_mode():
@@ -298,7 +298,7 @@ def test_graphs_plain_launches_and_ragged_rounds_write_the_same_texts(
 def test_a_round_on_a_gpu_never_waits_for_it(maker: TreeMaker | None) -> None:
     session, _ = session_on_gpu(maker, graphs=False, temperature=1.0)
     session.round()  # compiles the kernels
-    (made,) = session._fixed_rounds.values()
+    (made,) = session.fixed_rounds.values()
     with torch.inference_mode(), no_waiting():
         made.start(session.rows)
         made.draft_stage()
@@ -314,7 +314,7 @@ def test_a_round_on_a_gpu_is_replayed_from_graphs(maker: TreeMaker | None) -> No
         session.round()
         if isinstance(session.drafting, EagleDrafting):
             assert bool(session.drafting.features_RD.isfinite().all())
-    (made,) = session._fixed_rounds.values()
+    (made,) = session.fixed_rounds.values()
     assert made.stages is not None
     assert all(stage.__self__.__class__ is torch.cuda.CUDAGraph for stage in made.stages)  # type: ignore[attr-defined]
 

@@ -13,6 +13,7 @@ from eyas.train.recipe_io import bundled_recipes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACEHOLDERS = ("NAME", "VERB", "...")  # stand for any verb
 COMMANDS: Any = typer.main.get_command(app)
 
 
@@ -29,8 +30,8 @@ def faults(line: str) -> list[str]:
     words = shlex.split(line, comments=True)[1:]
     verb: Any = COMMANDS
     while words and hasattr(verb, "commands"):
-        if not re.fullmatch(r"[a-z-]+", words[0]):
-            return []  # a placeholder for any verb
+        if words[0] in PLACEHOLDERS:
+            return []
         if words[0] not in verb.commands:
             return [words[0]]
         verb = verb.commands[words.pop(0)]
