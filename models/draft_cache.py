@@ -7,10 +7,10 @@ behind, and the padding lies in slots that the row's next keys overwrite before 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.kernels.tree_layout import sight_mask
+from eyas.models.grouped_attention import grouped_attention
 
 
 class DraftCache:
@@ -110,9 +110,7 @@ class DraftCache:
         mask = self._mask_RTL
         if layer + 1 == len(self.keys):
             self._mask_RTL = None  # the step is over
-        return F.scaled_dot_product_attention(
-            q_BHTd, keys[rows, :, :end], values[rows, :, :end], attn_mask=mask[:, None], enable_gqa=True
-        )
+        return grouped_attention(q_BHTd, keys[rows, :, :end], values[rows, :, :end], mask[:, None])
 
     def _announce(self, first: int, starts: list[int], count: int) -> None:
         self._first, self._starts, self._new = first, starts, count

@@ -2,11 +2,14 @@
 
 PyTorch's CPU linear takes plain weights apart at every call; with few rows (decoding, tree verification) that costs
 more than the arithmetic. oneDNN's packed layout halves the time of products with 1 to 32 rows in fp32 (docs/log.md),
-and what is computed is the same product. Elsewhere (GPU, builds without oneDNN) modules are left as they are.
+and what is computed is the same product. Layers that read the same input (queries, keys and values; gate and up) are
+one product: narrow ones cost more per weight. Elsewhere (GPU, builds without oneDNN) modules are left as they are.
 """
 
 import torch
 from torch import Tensor, nn
+
+ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of siblings that read one input
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -39,9 +42,41 @@ class PackedLinear(nn.Module):
         return packed_product(x, self.packed, self.bias)
 
 
+class _OneProduct:
+    """The product of several layers with one input: computed when the first is asked, kept until the last was."""
+
+    def __init__(self, linears: list[nn.Linear], *, rows: int) -> None:
+        self.packed = pack(torch.cat([linear.weight for linear in linears]), rows=rows)
+        self.bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears]).detach()
+        self.widths = [linear.out_features for linear in linears]
+        self.last: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """Return layer `index` of x; x counts as the same input only as the same tensor."""
+        last = self.last
+        if index == 0 or last is None or last[0] is not x:
+            last = x, packed_product(x, self.packed, self.bias).split(self.widths, dim=-1)
+        self.last = None if index == len(self.widths) - 1 else last
+        return last[1][index]
+
+
+class PackedPart(nn.Module):
+    """One of several frozen nn.Linear layers that are a single packed product, for inference only."""
+
+    def __init__(self, product: _OneProduct, index: int) -> None:
+        super().__init__()
+        self.product = product
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product.part(x, self.index)
+
+
 def pack_linears(module: nn.Module, *, rows: int) -> int:
     """Replace every nn.Linear below a module by its packed form, in place, and return how many were replaced."""
     count = 0
+    for names in ONE_INPUT:
+        count += _pack_together(module, names, rows=rows)
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) and can_pack(child.weight):
             setattr(module, name, PackedLinear(child, rows=rows))
@@ -49,3 +84,17 @@ def pack_linears(module: nn.Module, *, rows: int) -> int:
         else:
             count += pack_linears(child, rows=rows)
     return count
+
+
+def _pack_together(module: nn.Module, names: tuple[str, ...], *, rows: int) -> int:
+    """Replace the layers of these names by parts of one product, if all are there, plain and alike."""
+    children = [getattr(module, name, None) for name in names]
+    linears = [child for child in children if isinstance(child, nn.Linear) and can_pack(child.weight)]
+    if len(linears) < len(names):
+        return 0
+    if len({(one.weight.dtype, one.in_features, one.bias is None) for one in linears}) > 1:
+        return 0
+    product = _OneProduct(linears, rows=rows)
+    for index, name in enumerate(names):
+        setattr(module, name, PackedPart(product, index))
+    return len(names)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from eyas.kernels.triton_support import available
 from eyas.models.bundled import resolve_model
 from eyas.models.errors import UserError
+from eyas.models.fused_norm import fuse_norms
 from eyas.models.head_config import check_aux_layers
 from eyas.models.kv_cache import FULL, SLIDING, KVCache, attention_kinds, head_shape
 from eyas.models.packed_linear import pack_linears
@@ -116,8 +117,15 @@ class Target:
         return cls(model, aux_layers=aux_layers)
 
     def pack(self, *, rows: int) -> "Target":
-        """Pack all weights in place for decoding about `rows` tokens per forward (a CPU matter), and return self."""
-        pack_linears(self.layers, rows=rows)
+        """Make the target fast, in place, for decoding about `rows` tokens per forward, and return self (a CPU matter).
+
+        Weights are packed, norms are one operation each, and grouped keys are not copied for every query.
+        """
+        if self.device.type == "cpu":
+            pack_linears(self.layers, rows=rows)
+            fuse_norms(self.decoder)
+            if self.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
+                switch_to_trees(self.model)
         self.head = self.head.pack(rows=rows)
         return self
 
@@ -214,7 +222,7 @@ class Target:
                 key_positions_BL = torch.arange(mask_B1TL.shape[-1], device=mask_B1TL.device)[None]
             distance_B1TL = positions_BT[:, None, :, None] - key_positions_BL[:, None, None, :]
             masks[SLIDING] = mask_B1TL & (distance_B1TL < self.config.sliding_window)
-        if eager:  # adds its mask to the scores
+        if eager or self.device.type == "cpu":  # adds its mask to the scores: done once, not in every layer
             lowest = torch.finfo(self.dtype).min
             masks = {
                 kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, lowest)

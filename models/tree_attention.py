@@ -2,7 +2,8 @@
 
 `attend` is registered under the name `EYAS_TREE`; a model that is set to it calls it in every layer. While a forward
 over trees is under way (`over_trees`) the layers' queries are tree nodes and their keys the whole cache: the kernel
-reads ancestor bits and needs no mask. Any other forward of the model goes to the library's own sdpa, mask and all.
+reads ancestor bits and needs no mask. Any other forward of the model goes to the library's own sdpa, mask and all;
+on a CPU one with a mask goes to `grouped_attention`, because the library copies every key for each query of its group.
 
 The kernel knows full attention and sliding windows, grouped heads up to 256 wide. A layer that adds something else to
 its scores (soft-cap, sinks, position bias) is not served by it: `why_not` says so before anything runs.
@@ -26,6 +27,7 @@ from eyas.kernels.tree_attention import tree_attention
 from eyas.kernels.tree_attention_checks import DTYPES, MAX_HEAD_DIM
 from eyas.kernels.tree_layout import sight_mask, unpack_ancestors
 from eyas.models.errors import UserError
+from eyas.models.grouped_attention import grouped_attention
 
 EYAS_TREE = "eyas_tree"
 ADDED = ("softcap", "s_aux", "position_bias")  # what a layer may hand its attention that the kernel leaves out
@@ -103,6 +105,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return (attention output [B, T, H, d], None), as the library's attention functions do."""
     forward = _under_way.get()
+    if forward is None and _is_plain_on_cpu(query, attention_mask, settings):
+        assert attention_mask is not None
+        out_BHTd = grouped_attention(query, key, value, attention_mask, scale=settings.get("scaling"))
+        return out_BHTd.transpose(1, 2), None
     if forward is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return output
@@ -125,6 +131,17 @@ def attend(
         window=forward.windows[layer],
     )
     return out_BHND.transpose(1, 2).contiguous(), None
+
+
+def _is_plain_on_cpu(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
+    """Return whether a forward is attention under a mask and nothing more, on a CPU."""
+    asks_more = settings.get("dropout") or settings.get("output_attentions")
+    return (
+        query.device.type == "cpu"
+        and mask is not None
+        and not asks_more
+        and all(settings.get(name) is None for name in ADDED)
+    )
 
 
 AttentionInterface.register(EYAS_TREE, attend)
