@@ -8,8 +8,10 @@ tree: a child is never likelier than its parent.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -25,25 +27,22 @@ class Budget:
         return self.tokens / self.seconds
 
 
-def expected_gains(scores_RP: Tensor, depths_RP: Tensor, trust_R1: Tensor, *, most: int) -> Tensor:
+def expected_gains(log_p_RP: Floats, *, most: int) -> Floats:
     """Return how many drafts are accepted on average with 0, 1, ... of each row's likeliest candidates, [R, n + 1].
 
-    `scores_RP` are log-probabilities of acceptance of whole paths; `trust_R1`, at most 1, corrects every step of them.
-    n is `most` or all candidates.
+    `log_p_RP` are log-probabilities of acceptance of whole paths. n is `most` or all candidates.
     """
-    trusted_RP = scores_RP.double().exp() * trust_R1.double() ** depths_RP
-    likely_RP = trusted_RP.sort(dim=1, descending=True).values[:, :most]
-    return torch.cat((torch.zeros(len(likely_RP), 1, dtype=torch.float64), likely_RP.cumsum(1)), dim=1)
+    likely_RP = -np.sort(-np.exp(log_p_RP), axis=1)[:, :most]
+    return np.concatenate((np.zeros((len(likely_RP), 1)), likely_RP.cumsum(1)), axis=1)
 
 
-def best_budget(gains_RN: Tensor, verify_N: Sequence[float], drafting: float) -> Budget:
+def best_budget(gains_RN: Floats, verify_N: Sequence[float], drafting: float) -> Budget:
     """Return the budget of the highest rate, the smallest of equal ones.
 
     `verify_N[n]` are the seconds of a target forward with n nodes below every root, `drafting` those already spent.
     """
-    tokens_N = (len(gains_RN) + gains_RN.sum(0)).tolist()
-    choices = [
-        Budget(nodes, tokens, drafting + seconds)
-        for nodes, (tokens, seconds) in enumerate(zip(tokens_N, verify_N, strict=False))
-    ]
-    return max(choices, key=lambda choice: choice.rate)
+    count = min(gains_RN.shape[1], len(verify_N))
+    tokens_N = len(gains_RN) + gains_RN[:, :count].sum(0)
+    seconds_N = drafting + np.asarray(verify_N[:count])
+    best = int((tokens_N / seconds_N).argmax())  # the first of equals
+    return Budget(best, float(tokens_N[best]), float(seconds_N[best]))

@@ -3,24 +3,39 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.inference.budget import Budget, best_budget, expected_gains
 from eyas.inference.calibration import Calibration
-from eyas.inference.draft import DynamicTree, HeadState
+from eyas.inference.candidate_pool import CandidatePool
+from eyas.inference.copies import NGRAM, Copy
+from eyas.inference.draft import Columns, DynamicTree, HeadState, best_candidates, trees_of
 from eyas.inference.latency import LatencyTable
 from eyas.inference.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class PricedTrees:
-    """Trees, how many drafts of each are accepted by the calibration alone and with trust, and the round's seconds."""
+class PricedTree:
+    """A tree, how many drafts of it should be accepted, and what the head's own scores promise of the nodes it drew.
 
-    trees: list[DraftTree]
-    promised_R: list[float]
-    expected_R: list[float]
+    `of_head_N`: whether a node (the root is none) was among the head's candidates.
+    """
+
+    tree: DraftTree
+    expected: float
+    promised: float
+    of_head_N: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class PricedRound:
+    """The trees of all rows and the round's seconds; `alone`: tokens per second of the best round without the head."""
+
+    rows: list[PricedTree]
     seconds: float
+    alone: float
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,7 @@ class CostAwareTree:
     A round costs drafting and one target forward; its worth is the tokens it should emit. Another level is drawn while
     the best rate it promises is above the best one without it; then as many nodes are kept as make the rate highest,
     the same number in every row because the forward is as wide as its widest row. None at all is a choice too.
+    With an `ngram` above 0 candidates are copied from the text, too (`copies.py`), and compete with the head's.
     """
 
     depth: int
@@ -37,6 +53,7 @@ class CostAwareTree:
     num_draft_tokens: int
     calibration: Calibration
     latency: LatencyTable
+    ngram: int = NGRAM
 
     def __post_init__(self) -> None:
         _ = self.shape  # raises for numbers that make no tree
@@ -57,36 +74,61 @@ class CostAwareTree:
         """A tree that is wider than the draft vocabulary takes all of it."""
 
     def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
-        return self.price(state, roots, [1.0] * len(roots)).trees
+        """Return the trees of rows of which nothing is known."""
+        priced = self.price(state, roots, [1.0] * len(roots), [None] * len(roots))
+        return [row.tree for row in priced.rows]
 
-    def price(self, state: HeadState, roots: list[int], trust_R: list[float]) -> PricedTrees:
-        """Return the trees that pay best; `trust_R`, at most 1, corrects every step of each row's paths by a factor."""
+    def price(
+        self, state: HeadState, roots: list[int], trust_R: list[float], copies_R: list[Copy | None]
+    ) -> PricedRound:
+        """Return the trees that pay best; `trust_R`, at most 1, corrects every step of the head's paths by a factor."""
         R = len(roots)
-        verify_N = self.latency.verify_seconds(R)[: self.max_nodes]
-        trust_R1 = torch.tensor(trust_R)[:, None]
+        trust_R1 = np.asarray(trust_R)[:, None]
         temperatures = [sampling.temperature for sampling in state.samplings]
 
-        def budget(depths_RP: Tensor, scores_RP: Tensor) -> tuple[Budget, Tensor]:
-            gains_RN = expected_gains(scores_RP, depths_RP, trust_R1, most=len(verify_N) - 1)
-            return best_budget(gains_RN, verify_N, self.latency.draft_seconds(R, int(depths_RP.max()))), gains_RN
-
-        def pays(depths_RP: Tensor, scores_RP: Tensor, frontier_RK: Tensor) -> bool:
-            depths_RP, scores_RP, frontier_RK = depths_RP.cpu(), scores_RP.cpu(), frontier_RK.cpu()
-            deeper = int(depths_RP.max()) + 1
-            hits_R = torch.tensor(self.calibration.hit_rates(deeper, temperatures))
-            promised_RK = frontier_RK + hits_R.log()[:, None]
-            here, _ = budget(depths_RP, scores_RP)
-            there, _ = budget(
-                torch.cat((depths_RP, torch.full_like(promised_RK, deeper, dtype=torch.int64)), dim=1),
-                torch.cat((scores_RP, promised_RK), dim=1),
-            )
+        def pays(columns: Columns, frontier_RK: Tensor) -> bool:
+            pool = CandidatePool.of(columns, trust_R).with_copies(copies_R)
+            levels = int(columns[2].max())
+            hits_R1 = np.asarray(self.calibration.hit_rates(levels + 1, temperatures))[:, None]
+            promised_RK = pool.promised(frontier_RK.cpu().numpy(), np.log(hits_R1 * trust_R1))
+            here = self._budget(pool.log_p_RP, R, levels)
+            there = self._budget(np.concatenate((pool.log_p_RP, promised_RK), axis=1), R, levels + 1)
             return there.rate > here.rate
 
-        tokens, parents, depths_RP, scores_RP = (column.cpu() for column in self.shape.candidates(state, pays))
-        chosen, gains_RN = budget(depths_RP, scores_RP)
-        if chosen.nodes == 0:
-            trees = [DraftTree.root(root) for root in roots]
-        else:
-            trees = self.shape.rerank(roots, tokens, parents, depths_RP, scores_RP, count=chosen.nodes)
-        promised_R = [float(tree.scores_N[1:].double().exp().sum()) for tree in trees]
-        return PricedTrees(trees, promised_R, gains_RN[:, chosen.nodes].tolist(), chosen.seconds)
+        columns = self.shape.candidates(state, pays)
+        pool = CandidatePool.of(columns, trust_R).with_copies(copies_R)
+        chosen = self._budget(pool.log_p_RP, R, int(columns[2].max()))
+        copied = CandidatePool.empty(R).with_copies(copies_R)
+        alone = self._budget(copied.log_p_RP, R, 0)
+        return PricedRound(_trees(roots, pool, chosen.nodes), chosen.seconds, alone.rate)
+
+    def copy(self, roots: list[int], copies_R: list[Copy | None]) -> list[DraftTree]:
+        """Return the copies, or as much of them as pays: drafting that costs nothing."""
+        pool = CandidatePool.empty(len(roots)).with_copies(copies_R)
+        chosen = self._budget(pool.log_p_RP, len(roots), 0)
+        return [row.tree for row in _trees(roots, pool, chosen.nodes)]
+
+    def _budget(self, log_p_RP: np.ndarray, rows: int, levels: int) -> Budget:
+        """Return the best budget of some candidates; without levels of the head nothing is fed or drawn."""
+        verify_N = self.latency.verify_seconds(rows)[: self.max_nodes]
+        drafting = self.latency.draft_seconds(rows, levels) if levels else 0.0
+        return best_budget(expected_gains(log_p_RP, most=len(verify_N) - 1), verify_N, drafting)
+
+
+def _trees(roots: list[int], pool: CandidatePool, nodes: int) -> list[PricedTree]:
+    """Return every row's tree of so many nodes, fewer where a row has no more candidates."""
+    if nodes == 0:
+        return [PricedTree(DraftTree.root(root), 0.0, 0.0, (False,)) for root in roots]
+    log_p_RP = torch.from_numpy(pool.log_p_RP)
+    chosen_RC = best_candidates(log_p_RP, nodes)
+    counts_R = log_p_RP.gather(1, chosen_RC).isfinite().sum(1).tolist()
+    columns = *(torch.from_numpy(column) for column in (pool.tokens_RP, pool.parents_RP, pool.depths_RP)), log_p_RP
+    found = []
+    for r, count in enumerate(counts_R):
+        chosen_1C = chosen_RC[r : r + 1, :count]
+        (tree,) = trees_of([roots[r]], tuple(column[r : r + 1] for column in columns), chosen_1C)
+        head_C = pool.head_RP[r, chosen_1C[0].numpy()]
+        of_head_N = (False, *np.isfinite(head_C).tolist())
+        expected = float(tree.scores_N[1:].exp().sum())
+        found.append(PricedTree(tree, expected, float(np.exp(head_C).sum()), of_head_N))
+    return found

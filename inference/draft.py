@@ -156,7 +156,8 @@ class ChainTree:
         return torch.cat(tokens, 1), torch.cat(scores, 1)
 
 
-GoesOn = Callable[[Tensor, Tensor, Tensor], bool]  # (depths_RP and scores_RP of the candidates, frontier scores_RK)
+Columns = tuple[Tensor, Tensor, Tensor, Tensor]  # tokens, parents, depths, scores of candidates in level order, [R, P]
+GoesOn = Callable[[Columns, Tensor], bool]  # (the candidates so far, which of them would be expanded_RK)
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class DynamicTree:
         k = min(self.top_k, draft_vocab_size)
         return 1 + min(self.num_draft_tokens, k + (self.depth - 1) * k**2)
 
-    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (tokens, parents, depths, scores) of every candidate in level order, [R, P], on the head's device.
+    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> Columns:
+        """Return every candidate in level order, on the head's device; a parent is a place in that order, -1 the root.
 
         Before every level but the first `goes_on` is asked whether to draw it.
         """
@@ -220,7 +221,6 @@ class DynamicTree:
         R, device = len(logits_RU), logits_RU.device
         k = min(self.top_k, state.head.config.draft_vocab_size)
         log_p_R1K, ids_R1K = best_children(logits_RU[:, None], k)
-        # The pool lists every candidate in level order; a parent is a pool index, -1 for the root.
         tokens, scores = [state.head.to_target_ids(ids_R1K[:, 0])], [self._judged(state, log_p_R1K[:, 0], 1)]
         parents = [torch.full((R, k), -1, device=device)]
         depths = [torch.ones(R, k, dtype=torch.int64, device=device)]
@@ -229,7 +229,7 @@ class DynamicTree:
         frontier_tokens, frontier_scores = tokens[0], scores[0]
         own = seen = torch.eye(k, dtype=torch.bool, device=device).expand(R, k, k)
         for depth in range(2, self.depth + 1):
-            if not goes_on(torch.cat(depths, 1), torch.cat(scores, 1), frontier_scores):
+            if not goes_on(_columns(tokens, parents, depths, scores), frontier):
                 break
             features, logits = state.expand(features, frontier_tokens, depth=depth - 1, tree_mask_RKN=seen)
             log_p_RKK, ids_RKK = best_children(logits, k)
@@ -245,7 +245,7 @@ class DynamicTree:
             features = features.gather(1, origin[..., None].expand(-1, -1, features.shape[-1]))
             frontier_tokens, frontier_scores = child_tokens.gather(1, kept.indices), kept.values
             seen = torch.cat((seen.gather(1, origin[..., None].expand(-1, -1, seen.shape[-1])), own), dim=2)
-        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(scores, 1)
+        return _columns(tokens, parents, depths, scores)
 
     def _judged(self, state: HeadState, log_q: Tensor, depth: int) -> Tensor:
         """Return the scores of children below their parents, from the head's own log-probabilities [R, ...]."""
@@ -258,22 +258,36 @@ class DynamicTree:
         roots: list[int], tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, *, count: int
     ) -> list[DraftTree]:
         """Return the trees of the best `count` candidates; the stable sort makes ties go to the parent."""
-        ranked = torch.sort(scores, dim=1, descending=True, stable=True).indices
-        chosen = ranked[:, :count].sort(dim=1).values
-        of_chosen = parents.gather(1, chosen)
-        position = torch.where(of_chosen < 0, 0, torch.searchsorted(chosen, of_chosen.clamp(min=0)) + 1)
+        return trees_of(roots, (tokens, parents, depths, scores), best_candidates(scores, count))
 
-        def column(root: Tensor, rest: Tensor) -> Tensor:
-            return torch.cat((root[:, None], rest), dim=1)
 
-        none = torch.zeros(len(roots), dtype=torch.int64)
-        columns = (
-            column(torch.tensor(roots), tokens.gather(1, chosen)),
-            column(none - 1, position),
-            column(none, depths.gather(1, chosen)),
-            column(torch.zeros(len(roots)), scores.gather(1, chosen)),
-        )
-        return [DraftTree(*row) for row in zip(*columns, strict=True)]
+def _columns(*lists: list[Tensor]) -> Columns:
+    tokens, parents, depths, scores = (torch.cat(column, 1) for column in lists)
+    return tokens, parents, depths, scores
+
+
+def best_candidates(scores_RP: Tensor, count: int) -> Tensor:
+    """Return the places of the best `count` candidates, ascending; the stable sort makes ties go to the parent."""
+    ranked = torch.sort(scores_RP, dim=1, descending=True, stable=True).indices
+    return ranked[:, :count].sort(dim=1).values
+
+
+def trees_of(roots: list[int], columns: Columns, chosen_RC: Tensor) -> list[DraftTree]:
+    """Return the trees of chosen candidates (ascending places) below the roots; the parents of all are chosen too."""
+    tokens, parents, depths, scores = (column.gather(1, chosen_RC) for column in columns)
+    position = torch.where(parents < 0, 0, torch.searchsorted(chosen_RC, parents.clamp(min=0)) + 1)
+
+    def below(root: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat((root[:, None], rest), dim=1)
+
+    none = torch.zeros(len(roots), dtype=torch.int64)
+    rows = (
+        below(torch.tensor(roots), tokens),
+        below(none - 1, position),
+        below(none, depths),
+        below(torch.zeros(len(roots), dtype=scores.dtype), scores),
+    )
+    return [DraftTree(*row) for row in zip(*rows, strict=True)]
 
 
 @dataclass(frozen=True)

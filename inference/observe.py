@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from eyas.inference.draft import DynamicTree, GoesOn, HeadState
+from eyas.inference.draft import Columns, DynamicTree, GoesOn, HeadState
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.request import Generation
 from eyas.models.draft_head import DraftHead
@@ -54,7 +54,7 @@ class _RecordedTree(DynamicTree):
         """A round that is recorded is read by the host."""
         return False
 
-    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> Columns:
         columns = super().candidates(state, goes_on)
         tokens, parents, _, scores = (column.tolist() for column in columns)
         self.pools[:] = [_Pool(*row) for row in zip(tokens, parents, scores, strict=True)]

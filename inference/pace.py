@@ -38,7 +38,7 @@ class Pace:
         return self.rounds == 0 and self.resting == 0 and self.has_rested
 
     def record(self, *, tokens: float, seconds: float) -> None:
-        """Count a speculating round: its tokens per row, and its seconds in units of a plain round's.
+        """Count a speculating round: its tokens per row, and its seconds in units of those a token takes without it.
 
         Tokens are the mean of those expected, which chance does not touch, and those emitted, which are no promise.
         """

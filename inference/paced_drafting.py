@@ -1,7 +1,8 @@
 """Drafting that rests where it does not pay: an EAGLE drafting state under a `Pace`, fed only when it drafts.
 
 While a session rests, the tokens it commits and the target's states wait here; the probe feeds them all in one step of
-the head, which costs hardly more than feeding one token.
+the head, which costs hardly more than feeding one token. Copies of the text (`copies.py`) cost nothing and never rest:
+the head has to beat what they would have brought without it.
 """
 
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Protocol
 
 import torch
 
-from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.copies import Copy
+from eyas.inference.cost_aware_tree import CostAwareTree, PricedTree
 from eyas.inference.draft import HeadState
 from eyas.inference.drafter import Drafting
 from eyas.inference.pace import Pace, Trust
+from eyas.inference.prompt_lookup import LookupDrafting
 from eyas.inference.sampling import Sampling
 from eyas.inference.tree import DraftTree
 from eyas.models.draft_cache import DraftCache
@@ -28,14 +31,25 @@ class HeadDrafting(Drafting, HeadState, Protocol):
 
 @dataclass
 class _Row:
-    """What is known of a row: its trust, what its tree promises and is expected to yield, and what waits to be fed."""
+    """What is known of a row: how far head and copies are trusted, what was drafted last, and what waits to be fed."""
 
     trust: Trust = field(default_factory=Trust)
-    promised: float = 0.0
-    expected: float = 0.0
+    copy_trust: Trust = field(default_factory=Trust)
+    copy: Copy | None = None
+    priced: PricedTree | None = None
     is_new: bool = True
     tokens: list[int] = field(default_factory=list)
     states: list[TargetOutput] = field(default_factory=list)
+
+    def learn(self, emitted: list[int]) -> None:
+        """Record what the round that has just been run said of the copy, drafted or not, and of the head's nodes."""
+        if self.copy is not None:
+            promised, right = self.copy.hits(emitted)
+            self.copy_trust.record(promised=promised, accepted=right)
+        if self.priced is not None:
+            path = self.priced.tree.follow(emitted[:-1])
+            of_head = sum(self.priced.of_head_N[node] for node in path)
+            self.trust.record(promised=self.priced.promised, accepted=of_head)
 
 
 class PacedDrafting:
@@ -46,20 +60,23 @@ class PacedDrafting:
         self.tree = tree
         self.pace = Pace()
         self.rows: list[_Row] = []
-        self.seconds: float | None = None  # of the round under way, None in a rest
+        self.texts = LookupDrafting(tree.depth, tree.ngram)
+        self.seconds: float | None = None  # of the round under way, in those a token takes without the head
 
     def join(self, prompts: list[tuple[int, ...]], samplings: list[Sampling], *, capacity: int) -> None:
         self.drafting.join(prompts, samplings, capacity=capacity)
+        self.texts.join(prompts, samplings, capacity=capacity)
         self.rows += [_Row() for _ in prompts]
 
     def extend(self, first: int, next_tokens: list[list[int]], states: TargetOutput) -> None:
         rows = self.rows[first : first + len(next_tokens)]
+        self.texts.extend(first, next_tokens, states)
         if rows[0].is_new:  # a prompt is fed at once: rows that joined together are of one kind
             for row in rows:
                 row.is_new = False
             self.drafting.extend(first, next_tokens, states)
             return
-        self._learn([len(tokens) - 1 for tokens in next_tokens])
+        self._learn(next_tokens)
         for place, (row, tokens) in enumerate(zip(rows, next_tokens, strict=True)):
             row.tokens += tokens
             seen = slice(0, len(tokens))
@@ -67,34 +84,40 @@ class PacedDrafting:
 
     @torch.inference_mode()
     def draft(self, roots: list[int]) -> list[DraftTree]:
+        for place, row in enumerate(self.rows):
+            tokens, matched = self.texts.find(place)
+            row.copy = Copy(tuple(tokens), matched, row.copy_trust.factor) if tokens else None
+            row.priced = None
+        copies = [row.copy for row in self.rows]
         if self.pace.rests():
-            return [DraftTree.root(root) for root in roots]
+            return self.tree.copy(roots, copies)
         if self.pace.is_waking:
             for row in self.rows:
                 row.trust.forget()
         self._feed()
-        priced = self.tree.price(self.drafting, roots, [row.trust.factor for row in self.rows])
+        priced = self.tree.price(self.drafting, roots, [row.trust.factor for row in self.rows], copies)
         self.drafting.cache.discard_tree()
-        for row, promised, expected in zip(self.rows, priced.promised_R, priced.expected_R, strict=True):
-            row.promised, row.expected = promised, expected
-        self.seconds = priced.seconds / (self.tree.latency.verify_seconds(len(roots))[0])
-        return priced.trees
+        for row, of_row in zip(self.rows, priced.rows, strict=True):
+            row.priced = of_row
+        self.seconds = priced.seconds * priced.alone / len(roots)
+        return [row.tree for row in priced.rows]
 
     def leave(self, row: int) -> None:
         self.drafting.leave(row)
+        self.texts.leave(row)
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
-    def _learn(self, accepted_R: list[int]) -> None:
+    def _learn(self, emitted_RT: list[list[int]]) -> None:
         """Record the round that has just been run, of the rows that go on."""
+        for row, emitted in zip(self.rows, emitted_RT, strict=True):
+            row.learn(emitted)
         if self.seconds is None:
             return
-        tokens = 1 + sum(
-            (row.expected + accepted) / 2 for row, accepted in zip(self.rows, accepted_R, strict=True)
-        ) / len(accepted_R)
+        expected = [row.priced.expected for row in self.rows if row.priced is not None]
+        accepted = sum(len(emitted) - 1 for emitted in emitted_RT)
+        tokens = 1 + (sum(expected) + accepted) / 2 / len(emitted_RT)
         self.pace.record(tokens=tokens, seconds=self.seconds)
-        for row, accepted in zip(self.rows, accepted_R, strict=True):
-            row.trust.record(promised=row.promised, accepted=accepted)
         self.seconds = None
 
     def _feed(self) -> None:

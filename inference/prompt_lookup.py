@@ -62,16 +62,21 @@ class LookupDrafting:
             row.indexed = len(row.text) - 1
 
     def draft(self, roots: list[int]) -> list[DraftTree]:
-        return [self._draft(row, root) for row, root in zip(self.rows, roots, strict=True)]
+        trees = []
+        for row, root in enumerate(roots):
+            tokens, _ = self.find(row)
+            trees.append(DraftTree.chain(root, tokens, [0.0] * len(tokens)))
+        return trees
 
     def leave(self, row: int) -> None:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
-    def _draft(self, row: _Row, root: int) -> DraftTree:
-        for size in range(min(self.ngram, len(row.text)), 0, -1):
-            end = row.ends.get(tuple(row.text[-size:]))
+    def find(self, row: int) -> tuple[list[int], int]:
+        """Return (the tokens proposed behind a row's text, how many of its last tokens matched), or ([], 0)."""
+        known = self.rows[row]
+        for size in range(min(self.ngram, len(known.text)), 0, -1):
+            end = known.ends.get(tuple(known.text[-size:]))
             if end is not None:
-                tokens = row.text[end : end + self.depth]
-                return DraftTree.chain(root, tokens, [0.0] * len(tokens))
-        return DraftTree.root(root)
+                return known.text[end : end + self.depth], size
+        return [], 0

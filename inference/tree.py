@@ -63,6 +63,17 @@ class DraftTree:
         """Levels below the root."""
         return int(self.depths_N.max())
 
+    def follow(self, tokens: list[int]) -> list[int]:
+        """Return the nodes that spell some tokens behind the root, as far as there are any."""
+        node, path = 0, []
+        for token in tokens:
+            below = ((self.parents_N == node) & (self.tokens_N == token)).nonzero()
+            if len(below) == 0:
+                break
+            node = int(below[0])
+            path.append(node)
+        return path
+
     @property
     def ancestors_NN(self) -> Tensor:
         """Bool [N, N]: node i sees node j iff j is i or an ancestor of i."""

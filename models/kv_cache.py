@@ -107,6 +107,13 @@ class _Layer(CacheLayerMixin):
                     f"its config says {expected[0]} of {expected[1]} (latent or multi-query attention); the bundled "
                     "runtime serves targets whose layers are all standard attention."
                 )
+        if self.start is not None and isinstance(self.rows, slice) and self.keys.dtype == key_states.dtype:
+            held = self.both[:, self.rows]
+            keys, values = held.narrow(3, self.start, key_states.shape[2]).unbind(0)
+            keys.copy_(key_states)
+            values.copy_(value_states)
+            seen_keys, seen_values = held.narrow(3, 0, self.visible).unbind(0)
+            return seen_keys, seen_values
         read = []
         for held, states in ((self.keys, key_states), (self.values, value_states)):
             bits, new = as_bits(held), as_bits(to_cache(states, held.dtype))

@@ -135,13 +135,9 @@ def attend(
 
 def _is_plain_on_cpu(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
     """Return whether a forward is attention under a mask and nothing more, on a CPU."""
-    asks_more = settings.get("dropout") or settings.get("output_attentions")
-    return (
-        query.device.type == "cpu"
-        and mask is not None
-        and not asks_more
-        and all(settings.get(name) is None for name in ADDED)
-    )
+    if mask is None or query.device.type != "cpu" or settings.get("dropout") or settings.get("output_attentions"):
+        return False
+    return not any(settings.get(name) is not None for name in ADDED)
 
 
 AttentionInterface.register(EYAS_TREE, attend)

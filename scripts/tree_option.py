@@ -17,13 +17,15 @@ TreeOption = Annotated[
     str,
     typer.Option(
         help="chain:DEPTH, dynamic:DEPTH,TOP_K,NODES[,calibrated], static (EAGLE-1's), or auto[:DEPTH,TOP_K,NODES]: as "
-        "much as pays on this machine (needs eyas calibrate); lookup and model read chain."
+        "much as pays on this machine, of the head's guesses and of what the text repeats (auto:head or ,head: of the "
+        "head's alone; needs eyas calibrate); lookup and model read chain."
     ),
 ]
 DEFAULT_TREE = "dynamic:5,8,16"
-AUTO = (8, 8, 32)
+AUTO = (8, 6, 32)
 USUAL_ROWS = 17
 CALIBRATED = "calibrated"
+HEAD_ALONE = "head"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class AskedTree:
     name: str
     numbers: tuple[int, ...]
     calibrated: bool = False
+    copies: bool = True
 
     @property
     def is_auto(self) -> bool:
@@ -65,6 +68,7 @@ class AskedTree:
 
         Raises UserError when the head has no calibration and the tree needs one.
         """
+        from eyas.inference.copies import NGRAM
         from eyas.inference.cost_aware_tree import CostAwareTree
         from eyas.inference.draft import DynamicTree
 
@@ -77,7 +81,8 @@ class AskedTree:
             )
         depth, top_k, nodes = self.numbers
         if self.is_auto:
-            return CostAwareTree(depth, top_k, nodes, calibration, latency(self.plain.max_nodes, top_k))
+            table = latency(self.plain.max_nodes, top_k)
+            return CostAwareTree(depth, top_k, nodes, calibration, table, NGRAM if self.copies else 0)
         return DynamicTree(depth, top_k, nodes, calibration)
 
 
@@ -88,17 +93,18 @@ def parse_tree(text: str) -> AskedTree:
     name, _, rest = text.partition(":")
     words = rest.split(",") if rest else []
     calibrated = name == "dynamic" and words[-1:] == [CALIBRATED]
+    alone = name == "auto" and words[-1:] == [HEAD_ALONE]
     try:
-        numbers = tuple(int(word) for word in (words[:-1] if calibrated else words))
+        numbers = tuple(int(word) for word in (words[:-1] if calibrated or alone else words))
     except ValueError:
         numbers = (-1,) * 9
-    if name == "auto" and not rest:
+    if name == "auto" and not numbers:
         numbers = AUTO
     if {"static": 0, "chain": 1, "dynamic": 3, "auto": 3}.get(name) != len(numbers):
         raise UserError(
             f"--tree {text!r} is none of chain:DEPTH, dynamic:DEPTH,TOP_K,NODES (or with ,{CALIBRATED}), static, auto "
-            f"and auto:DEPTH,TOP_K,NODES; for example {DEFAULT_TREE}.{nearest(name, TREES)}"
+            f"and auto:DEPTH,TOP_K,NODES (or with ,{HEAD_ALONE}); for example {DEFAULT_TREE}.{nearest(name, TREES)}"
         )
-    asked = AskedTree(text, name, numbers, calibrated)
+    asked = AskedTree(text, name, numbers, calibrated, copies=not alone)
     _ = asked.plain  # raises for numbers that make no tree
     return asked

@@ -27,8 +27,8 @@ HEADS: dict[str, DraftHead] = {
     "oracle": table_head(TARGET, TEXTS),
     "wrong at every third": table_head(TARGET, TEXTS, flawed=True),
 }
-LIKELY = CostAwareTree(5, 3, 9, unchanged(0.9), costs(node=0.3, feed=0.2, level=0.2))
-BELIEVING = CostAwareTree(5, 3, 9, unchanged(), costs(node=1.0, feed=0.5, level=0.2))
+LIKELY = CostAwareTree(5, 3, 9, unchanged(0.9), costs(node=0.3, feed=0.2, level=0.2), ngram=0)
+BELIEVING = CostAwareTree(5, 3, 9, unchanged(), costs(node=1.0, feed=0.5, level=0.2), ngram=0)
 MAKERS = {"free": FREE, "likely": LIKELY, "dear": DEAR}
 
 
@@ -132,9 +132,9 @@ def drawn(maker: CostAwareTree, *, trust: float = 1.0, rows: int = 1) -> tuple[l
     out = TARGET.forward(torch.tensor([[1]] * rows))
     drafting.extend(0, [[2]] * rows, out)
     with counted_steps(head) as steps:
-        priced = maker.price(drafting, [2] * rows, [trust] * rows)
+        priced = maker.price(drafting, [2] * rows, [trust] * rows, [None] * rows)
     drafting.cache.discard_tree()
-    return priced.trees[0].depths_N[1:].tolist(), priced.expected_R[0], len(steps)
+    return priced.rows[0].tree.depths_N[1:].tolist(), priced.rows[0].expected, len(steps)
 
 
 def tree(depth: int = 3, *, node: float, level: float, feed: float = 0.0, hit: float = 0.6) -> CostAwareTree:

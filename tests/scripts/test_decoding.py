@@ -212,7 +212,9 @@ def test_trees_are_read_as_written() -> None:
     assert parse_tree("static").maker(None, never) == StaticTree()
     assert parse_tree("dynamic:5,8,16,calibrated").maker(KNOWN, never) == DynamicTree(5, 8, 16, KNOWN)
     table = costs()
-    assert parse_tree("auto").maker(KNOWN, lambda *_: table) == CostAwareTree(8, 8, 32, KNOWN, table)
+    assert parse_tree("auto").maker(KNOWN, lambda *_: table) == CostAwareTree(8, 6, 32, KNOWN, table, ngram=5)
+    assert parse_tree("auto:head").maker(KNOWN, lambda *_: table) == CostAwareTree(8, 6, 32, KNOWN, table, ngram=0)
+    assert parse_tree("auto:4,3,9,head").maker(KNOWN, lambda *_: table) == CostAwareTree(4, 3, 9, KNOWN, table, ngram=0)
     assert parse_tree("auto:4,3,9").maker(KNOWN, lambda *_: table) == CostAwareTree(4, 3, 9, KNOWN, table)
     for wrong in ("static:3", "auto:3", "chain:3,calibrated", "dynamic:5,8,calibrated", "auto:1,2,3", ""):
         with pytest.raises(UserError):
