@@ -13,7 +13,10 @@ from eyas.models.target import Target, TargetOutput
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Find the last `ngram` tokens (or fewer) earlier in the text and propose the `depth` tokens behind them."""
+    """Find the last `ngram` tokens (or fewer) earlier in the text and propose the `depth` tokens behind them.
+
+    Where fewer follow before the text ends, it is taken to go round in a circle.
+    """
 
     depth: int = 8
     ngram: int = 3
@@ -78,5 +81,6 @@ class LookupDrafting:
         for size in range(min(self.ngram, len(known.text)), 0, -1):
             end = known.ends.get(tuple(known.text[-size:]))
             if end is not None:
-                return known.text[end : end + self.depth], size
+                period = len(known.text) - end  # a copy that reaches the end of the text goes on with what it copied
+                return [known.text[end + place % period] for place in range(self.depth)], size
         return [], 0

@@ -24,6 +24,8 @@ def costs(*, node: float = 0.0, feed: float = 0.0, level: float = 0.0, rows: int
     )
 
 
+# They copy nothing from the text, so what they do follows from the head alone.
 FREE = CostAwareTree(4, 3, 11, unchanged(), costs(feed=1e-6), ngram=0)  # drafts cost nothing: it takes all it may
 WHOLE = CostAwareTree(4, 3, 30, unchanged(), costs(feed=1e-6), ngram=0)  # and may take all there is
-DEAR = CostAwareTree(4, 3, 11, unchanged(), costs(node=10 * PLAIN, feed=PLAIN), ngram=0)  # they cost more than they ever bring
+# Its drafts cost more than they ever bring.
+DEAR = CostAwareTree(4, 3, 11, unchanged(), costs(node=10 * PLAIN, feed=PLAIN), ngram=0)

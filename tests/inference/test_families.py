@@ -46,6 +46,24 @@ def test_a_family_is_served_as_it_is(name: str) -> None:
     assert [list(generation.token_ids) for generation in found] == texts
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_a_family_made_fast_for_decoding_writes_the_same(name: str) -> None:
+    target = Target(family_model(name), aux_layers=(0, 1, 3))
+    requests = [GenerationRequest(prompt, COUNT) for prompt in PROMPTS]
+    ids = torch.tensor([PROMPTS[0]])
+    before = target.forward(ids)
+    plain = Engine(target).generate(requests)
+    target.pack(rows=12)
+    after = target.forward(ids)
+    torch.testing.assert_close(after.aux_hidden_BTF, before.aux_hidden_BTF, rtol=1e-3, atol=1e-4)
+    texts = [list(generation.token_ids) for generation in plain]
+    assert [list(generation.token_ids) for generation in Engine(target).generate(requests)] == texts
+    oracle = table_head(target, [[*PROMPTS[0], *texts[0]]])
+    found = Engine(target, oracle, DynamicTree(4, 3, 12)).generate(requests)
+    assert [list(generation.token_ids) for generation in found] == texts
+    assert {len(made.tokens) for made in found[0].rounds[:-1]} == {5}
+
+
 def test_longrope_targets_end_where_the_whole_forward_would_turn_otherwise() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 5, "long_factor": [4.0] * 5}
     fields = {"rope_parameters": {**rope, "original_max_position_embeddings": 24}}

@@ -35,9 +35,10 @@ def proposed(text: list[int], *, depth: int = 4, ngram: int = 3) -> list[int]:
         ([1, 2, 3, 9, 1, 2, 3, 8, 7, 2, 3], [8, 7, 2, 3]),  # the latest of two
         ([5, 2, 3, 4, 6, 3, 7, 2, 3], [4, 6, 3, 7]),  # two tokens beat a later match of one
         ([1, 2, 3, 4], []),
-        ([7, 7], [7]),
-        ([7, 7, 7, 7], [7]),
-        ([1, 2, 1], [2, 1]),
+        ([7, 7], [7, 7, 7, 7]),  # a circle of one
+        ([7, 7, 7, 7], [7, 7, 7, 7]),
+        ([1, 2, 1], [2, 1, 2, 1]),
+        ([5, 1, 2, 3, 1], [2, 3, 1, 2]),
         ([1], []),
     ],
 )
@@ -47,7 +48,7 @@ def test_what_followed_the_last_tokens_before_is_proposed(text: list[int], expec
 
 def test_shorter_grams_and_depths() -> None:
     text = [5, 2, 3, 4, 6, 3, 7, 2, 3]
-    assert proposed(text, ngram=1) == [7, 2, 3]
+    assert proposed(text, ngram=1) == [7, 2, 3, 7]
     assert proposed(text, depth=2) == [4, 6]
 
 

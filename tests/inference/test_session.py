@@ -1,5 +1,6 @@
 """Requests side by side: ragged, ending at different rounds, new ones joining, both caches right after each round."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,8 @@ DRAFTERS: dict[str, Drafter] = {
     **{f"{name}, {kind}": EagleDrafter(head, maker) for name, head in HEADS.items() for kind, maker in MAKERS.items()},
     "two layers, dynamic": EagleDrafter(soften(tiny_head(TARGET, num_layers=2)), MAKERS["dynamic"]),
     "random, mostly at rest": EagleDrafter(HEADS["random"], DEAR),
+    "random, copying": EagleDrafter(HEADS["random"], replace(FREE, ngram=3)),
+    "oracle, copying": EagleDrafter(HEADS["oracle"], replace(FREE, ngram=3)),
     "draft model": ModelDrafter(tiny_target(layers=2, aux_layers=(), seed=0), 3),
     "draft model that is the target": ModelDrafter(TARGET, 3),
     "prompt lookup": PromptLookup(4, 2),

@@ -1,5 +1,7 @@
 """Packed weights compute the same products, whatever the number of rows, and leave the engine's text as it was."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 from eyas.inference.draft import DynamicTree
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.models.packed_linear import PackedLinear, can_pack, pack_linears
+from eyas.models.packed_linear import PackedLinear, PackedPart, can_pack, pack_linears
 from eyas.tests.toys import tiny_head, tiny_target
 
 
@@ -27,6 +29,47 @@ def test_every_linear_below_a_module_is_packed_once() -> None:
     assert pack_linears(module, rows=4) == 2
     assert pack_linears(module, rows=4) == 0
     assert not [m for m in module.modules() if isinstance(m, nn.Linear)]
+
+
+class Three(nn.Module):
+    """Siblings that read one input by the names of attention layers."""
+
+    def __init__(self, *, biases: tuple[bool, bool, bool] = (True, True, True)) -> None:
+        super().__init__()
+        for name, width, bias in zip(("q_proj", "k_proj", "v_proj"), (24, 8, 16), biases, strict=True):
+            setattr(self, name, nn.Linear(40, width, bias=bias).requires_grad_(False))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_one_input_are_one_product_in_whatever_order_they_are_asked(bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = Three(biases=(bias, bias, bias))
+    packed = copy.deepcopy(plain)
+    assert pack_linears(packed, rows=5) == 3
+    assert {type(child) for child in packed.children()} == {PackedPart}
+    assert len({id(child.product) for child in packed.children()}) == 1
+    first, second = torch.randn(2, 3, 5, 40)
+    for x, names in (
+        (first, ("q_proj", "k_proj", "v_proj")),
+        (second, ("v_proj", "q_proj", "k_proj")),
+        (first, ("k_proj",)),
+        (second, ("v_proj", "v_proj")),
+        (first, ("q_proj", "k_proj", "v_proj")),
+    ):
+        for name in names:
+            torch.testing.assert_close(getattr(packed, name)(x), getattr(plain, name)(x), rtol=1e-5, atol=1e-5)
+    first += 1.0  # the same tensor with other numbers
+    torch.testing.assert_close(packed.q_proj(first), plain.q_proj(first), rtol=1e-5, atol=1e-5)
+    assert packed.v_proj(first).shape == (3, 5, 16)
+    assert packed.q_proj.product.last is None, "no input is kept once all were asked"
+
+
+def test_layers_that_are_not_alike_are_packed_one_by_one() -> None:
+    assert pack_linears(mixed := Three(biases=(True, True, False)), rows=5) == 3
+    assert {type(child) for child in mixed.children()} == {PackedLinear}
+    (odd := Three()).k_proj = nn.Identity()
+    assert pack_linears(odd, rows=5) == 2
+    assert {type(child) for child in odd.children()} == {PackedLinear, nn.Identity}
 
 
 def test_only_cpu_floats_are_packed() -> None:

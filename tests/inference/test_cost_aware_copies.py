@@ -1,0 +1,94 @@
+"""Cost-aware trees that copy from the text: known trees, texts of plain decoding, and heads that must beat the copies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eyas.inference.copies import Copy
+from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.eagle_drafter import EagleDrafting
+from eyas.inference.engine import Engine, GenerationRequest
+from eyas.inference.request import Generation
+from eyas.inference.sampling import Sampling
+from eyas.models.draft_head import DraftHead
+from eyas.tests.inference.costs import FREE, PLAIN, costs, unchanged
+from eyas.tests.inference.heads import fixed_head, greedy, random_prompt, soften, table_head
+from eyas.tests.inference.test_cost_aware import THREE, counted_steps
+from eyas.tests.inference.test_cost_aware import TARGET as WIDE
+from eyas.tests.toys import tiny_head, tiny_target
+
+# With weights this small the next token depends on the last one alone: texts run in circles.
+TARGET = tiny_target(vocab_size=13, layers=2, aux_layers=(0, 1, 2), initializer_range=0.02)
+PROMPTS = [random_prompt(length, seed=length, vocab_size=13) for length in (2, 6, 11)]
+TEXTS = [[*prompt, *greedy(TARGET, prompt, 90)] for prompt in PROMPTS]
+HEADS: dict[str, DraftHead] = {
+    "random": soften(tiny_head(TARGET, draft_vocab_size=13)),
+    "oracle": table_head(TARGET, TEXTS),
+    "wrong at every third": table_head(TARGET, TEXTS, flawed=True),
+}
+COPYING = CostAwareTree(4, 3, 9, unchanged(0.9), costs(node=0.3, feed=0.3, level=0.3))
+DEAR_HEAD = CostAwareTree(4, 3, 9, unchanged(0.9), costs(node=0.3, feed=2 * PLAIN, level=PLAIN))
+
+
+def generate(head: DraftHead, maker: CostAwareTree, *, temperature: float = 0.0) -> list[Generation]:
+    requests = [
+        GenerationRequest(prompt, 80 - 20 * number, sampling=Sampling(temperature, seed=number))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    return Engine(TARGET, head, maker, batch=2).generate(requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("maker", [COPYING, DEAR_HEAD, replace(FREE, ngram=2)], ids=["copying", "dear head", "free"])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_text_is_that_of_plain_decoding(name: str, maker: CostAwareTree, temperature: float) -> None:
+    found = generate(HEADS[name], maker, temperature=temperature)
+    for number, (prompt, generation) in enumerate(zip(PROMPTS, found, strict=True)):
+        sampling = Sampling(temperature, seed=number)
+        plain = Engine(TARGET).generate(GenerationRequest(prompt, 80 - 20 * number, sampling=sampling))
+        assert generation.token_ids == plain.token_ids
+        if temperature == 0:
+            assert generation.stats.tau > 2.0, "circles are guessed right, whatever the head"
+
+
+def test_copies_are_worth_more_than_none_and_less_than_the_truth() -> None:
+    head = HEADS["wrong at every third"]
+    without, copying = (generate(head, replace(COPYING, ngram=ngram)) for ngram in (0, 5))
+    for alone, both in zip(without, copying, strict=True):
+        assert both.stats.tau > alone.stats.tau + 0.3
+
+
+def test_a_head_that_costs_more_than_it_adds_to_the_copies_rests_while_they_go_on() -> None:
+    with counted_steps(HEADS["random"]) as steps:
+        generation = Engine(TARGET, HEADS["random"], DEAR_HEAD).generate(GenerationRequest(PROMPTS[1], 80))
+    drafted = [made for made in generation.rounds[1:] if made.drafted]
+    assert generation.stats.tau > 2.0
+    assert len(drafted) > len(generation.rounds) / 2
+    assert len(steps) < len(generation.rounds) / 2, "the head is fed in probes only"
+
+
+def test_a_copy_competes_with_the_heads_candidates() -> None:
+    """The head says .6, .3 and .05 for 5, 6 and 7; ten seconds a plain round, two a node, no level."""
+    maker = CostAwareTree(1, 3, 3, unchanged(), costs(node=2.0))
+    drafting = EagleDrafting(fixed_head(WIDE, THREE), maker)
+    drafting.join([(1, 2)] * 2, [Sampling()] * 2, capacity=8)
+    drafting.extend(0, [[2]] * 2, WIDE.forward(torch.tensor([[1]] * 2)))
+    priced = maker.price(drafting, [2, 2], [1.0, 1.0], [Copy((9,), 5), None])
+    first, second = priced.rows
+    # Row 0: 9 with .81, then 5 with .6 * .19; row 1: .6 and .3. One node: 2 + 1.41 in 12, two: 2 + .924 + .9 in 14.
+    assert first.tree.tokens_N.tolist() == [2, 9]
+    assert first.of_head_N == (False, False)
+    assert (first.expected, first.promised) == (pytest.approx(0.81), 0.0)
+    assert second.tree.tokens_N.tolist() == [2, 5]
+    assert second.of_head_N == (False, True)
+    assert second.promised == pytest.approx(0.6, abs=1e-4)
+    # Without the head only row 0 has a candidate: (2 + .85) / 12 is more than 2 / 10 with none.
+    assert priced.alone == pytest.approx(2.85 / 12)
+    assert priced.seconds == pytest.approx(12.0)
+
+
+def test_a_row_with_fewer_candidates_has_a_smaller_tree() -> None:
+    copies = [Copy((3, 4, 5), 5), Copy((6,), 5), None]
+    maker = CostAwareTree(4, 3, 9, unchanged(), costs())
+    assert [tree.tokens_N.tolist() for tree in maker.copy([1, 1, 2], copies)] == [[1, 3, 4, 5], [1, 6], [2]]
