@@ -5,6 +5,7 @@ Exactly one child of a node can be right, so what a copied token gains its sibli
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +47,12 @@ class CandidatePool:
         return cls(whole, whole, whole, real, real)
 
     def with_copies(self, copies_R: list[Copy | None]) -> "CandidatePool":
-        """Return the pool with each row's copy as a path from its root: known candidates become likelier, others join."""
+        """Return the pool with each row's copy as a path from its root: known candidates grow likelier, others join."""
         width = max((len(copy.tokens) for copy in copies_R if copy), default=0)
         if width == 0:
             return self
 
-        def widened(column: NDArray, value: float) -> NDArray:
+        def widened(column: NDArray[Any], value: float) -> NDArray[Any]:
             return np.pad(column, ((0, 0), (0, width)), constant_values=value)
 
         tokens, parents, depths = widened(self.tokens_RP, 0), widened(self.parents_RP, -1), widened(self.depths_RP, 1)

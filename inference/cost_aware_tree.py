@@ -122,11 +122,11 @@ def _trees(roots: list[int], pool: CandidatePool, nodes: int) -> list[PricedTree
     log_p_RP = torch.from_numpy(pool.log_p_RP)
     chosen_RC = best_candidates(log_p_RP, nodes)
     counts_R = log_p_RP.gather(1, chosen_RC).isfinite().sum(1).tolist()
-    columns = *(torch.from_numpy(column) for column in (pool.tokens_RP, pool.parents_RP, pool.depths_RP)), log_p_RP
+    tokens, parents, depths = (torch.from_numpy(x) for x in (pool.tokens_RP, pool.parents_RP, pool.depths_RP))
     found = []
     for r, count in enumerate(counts_R):
-        chosen_1C = chosen_RC[r : r + 1, :count]
-        (tree,) = trees_of([roots[r]], tuple(column[r : r + 1] for column in columns), chosen_1C)
+        own, chosen_1C = slice(r, r + 1), chosen_RC[r : r + 1, :count]
+        (tree,) = trees_of([roots[r]], (tokens[own], parents[own], depths[own], log_p_RP[own]), chosen_1C)
         head_C = pool.head_RP[r, chosen_1C[0].numpy()]
         of_head_N = (False, *np.isfinite(head_C).tolist())
         expected = float(tree.scores_N[1:].exp().sum())

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
-
 from eyas.inference.draft import Columns, DynamicTree, GoesOn, HeadState
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.request import Generation

@@ -11,6 +11,7 @@ BENCHES = {
     "generate": "eyas.scripts.bench_generate",
     "train": "eyas.scripts.bench_train",
     "decode": "eyas.scripts.bench_decode",
+    "copies": "eyas.scripts.bench_copies",
 }
 
 

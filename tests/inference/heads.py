@@ -1,10 +1,15 @@
 """Heads whose right and wrong drafts are known, and rows of text that a tiny target wrote greedily."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from eyas.data.feature_row import FeatureRow
 from eyas.inference.engine import Engine, GenerationRequest
+from eyas.models.draft_head import DraftHead
 from eyas.models.draft_layer import Attend
 from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.eagle3 import Eagle3Head
@@ -12,6 +17,11 @@ from eyas.models.head_config import head_config_for
 from eyas.models.target import Target
 from eyas.models.warm_start import init_random, set_vocabulary
 from eyas.tests.toys import OracleHead, ScriptedHead, known_tokens
+
+# A head that says .6, .3 and .05 wherever it is asked; log-probabilities of paths are sums.
+THREE = torch.full((97,), math.log(0.05 / 94)).index_put(
+    (torch.tensor([5, 6, 7]),), torch.tensor([0.6, 0.3, 0.05]).log()
+)
 
 
 class FlakyHead(OracleHead):
@@ -157,3 +167,20 @@ def feature_row(target: Target, prompt: tuple[int, ...], reply: list[int], *, na
     final = out.final_hidden_BTD[0].clone()
     generated = torch.arange(len(ids)) >= len(prompt)
     return FeatureRow(name, ids, generated, out.aux_hidden_BTF[0].clone(), final, target.head.logits(final).argmax(-1))
+
+
+@contextmanager
+def counted_steps(head: DraftHead) -> Iterator[list[int]]:
+    """Count the steps of a head, each with its number of tokens."""
+    steps: list[int] = []
+    step = head.step
+
+    def counting(feature, tokens, *arguments, **options):
+        steps.append(tokens.shape[1])
+        return step(feature, tokens, *arguments, **options)
+
+    head.step = counting
+    try:
+        yield steps
+    finally:
+        del head.step

@@ -46,9 +46,9 @@ def test_without_copies_the_pool_is_the_heads_and_trust_counts_for_every_step() 
 
 
 def test_a_copy_that_agrees_makes_the_heads_best_child_likelier_and_goes_on_from_it() -> None:
-    # 1 - .4 * .5 = .8; what is left to B is .2 / .4 of what it had; below A nothing was drawn: .8 * .68.
+    # 1 - .4 * .48 = .808; what is left to B is .192 / .4 of what it had; below A nothing was drawn: .808 * .75.
     found = pool(LEVEL).with_copies([Copy((A, D), matched=2)])
-    assert likely(found) == {(A,): 0.8, (B,): 0.15, (A, D): 0.544}
+    assert likely(found) == {(A,): 0.808, (B,): 0.144, (A, D): 0.606}
     assert np.isfinite(found.head_RP[0]).tolist() == [True, True, False, False]
 
 
@@ -60,7 +60,7 @@ def test_a_copy_that_the_head_has_not_is_another_child_and_the_rest_lose_what_it
         (A, C): 0.3 * 0.19,
         (A, D): 0.15 * 0.19,
         (C,): 0.81,
-        (C, D): 0.81 * 0.9,
+        (C, D): 0.81 * 0.94,
     }
 
 
@@ -69,15 +69,15 @@ def test_the_heads_second_child_stays_as_it_is_where_a_copy_says_less() -> None:
 
 
 def test_a_copy_follows_the_heads_paths_and_everything_below_changes_with_them() -> None:
-    # A: 1 - .4 * .85 = .66. Below A the head prefers C (.5) to D (.25): D gets .26, C keeps .74 / .75 of its share.
+    # A: 1 - .4 * .77 = .692. Below A the head prefers C (.5) to D (.25): D gets .26, C keeps .74 / .75 of its share.
     found = likely(pool(LEVELS).with_copies([Copy((A, D, B), matched=1)]))
-    below = 0.66 * 0.26
+    below = 0.692 * 0.26
     assert found == {
-        (A,): 0.66,
-        (B,): 0.3 * 0.34 / 0.4,
-        (A, C): 0.66 * 0.5 * 0.74 / 0.75,
+        (A,): 0.692,
+        (B,): 0.3 * 0.308 / 0.4,
+        (A, C): 0.692 * 0.5 * 0.74 / 0.75,
         (A, D): below,
-        (A, D, B): below * 0.6,
+        (A, D, B): below * 0.67,
     }
 
 
@@ -90,7 +90,7 @@ def test_rows_have_copies_of_their_own_lengths_or_none() -> None:
 
 def test_copies_alone() -> None:
     found = CandidatePool.empty(2).with_copies([Copy((A, B), 1), None])
-    assert likely(found) == {(A,): 0.2, (A, B): 0.12}
+    assert likely(found) == {(A,): 0.2, (A, B): 0.134}
     assert likely(found, 1) == {}
     assert CandidatePool.empty(3).with_copies([None] * 3).log_p_RP.shape == (3, 0)
 
@@ -112,9 +112,9 @@ def test_of_a_level_not_drawn_only_what_a_copy_has_not_is_promised() -> None:
     step = np.log(np.array([[0.5]]))
     frontier = np.array([[0, 1]])
     assert np.exp(pool(LEVEL).promised(frontier, step)) == pytest.approx(np.array([[0.3, 0.15]]))
-    # A is .8 now and the copy goes on from it with .68, more than the head's .5; B is .15 and has no copy below it.
+    # A is .808 now and the copy goes on from it with .75, more than the head's .5; B is .144 and has no copy below it.
     agreed = pool(LEVEL).with_copies([Copy((A, D), matched=2)])
-    assert np.exp(agreed.promised(frontier, step)) == pytest.approx(np.array([[0.0, 0.075]]))
-    # Of a surer head .8 * .9 - .8 * .68 is left.
+    assert np.exp(agreed.promised(frontier, step)) == pytest.approx(np.array([[0.0, 0.072]]))
+    # Of a surer head .808 * .9 - .808 * .75 is left.
     sure = np.exp(agreed.promised(frontier, np.log(np.array([[0.9]]))))
-    assert sure == pytest.approx(np.array([[0.176, 0.135]]))
+    assert sure == pytest.approx(np.array([[0.1212, 0.1296]]))

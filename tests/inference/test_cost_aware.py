@@ -1,9 +1,5 @@
 """Cost-aware trees: known probabilities give known trees, losing speculation rests, and the text is always plain's."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -16,7 +12,7 @@ from eyas.inference.sampling import Sampling
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
 from eyas.tests.inference.costs import DEAR, FREE, PLAIN, costs, unchanged
-from eyas.tests.inference.heads import fixed_head, greedy, random_prompt, soften, table_head
+from eyas.tests.inference.heads import THREE, counted_steps, fixed_head, greedy, random_prompt, soften, table_head
 from eyas.tests.toys import tiny_head, tiny_target
 
 TARGET = tiny_target(layers=3, aux_layers=(0, 1, 3))
@@ -59,23 +55,6 @@ def test_an_oracle_takes_the_deepest_tree_and_no_node_beside_the_right_ones() ->
             assert (made.drafted, made.accepted) == (LIKELY.depth, LIKELY.depth)
 
 
-@contextmanager
-def counted_steps(head: DraftHead) -> Iterator[list[int]]:
-    """Count the steps of a head, each with its number of tokens."""
-    steps: list[int] = []
-    step = head.step
-
-    def counting(feature, tokens, *arguments, **options):
-        steps.append(tokens.shape[1])
-        return step(feature, tokens, *arguments, **options)
-
-    head.step = counting
-    try:
-        yield steps
-    finally:
-        del head.step
-
-
 def test_where_it_loses_it_rests_and_the_head_is_not_even_fed() -> None:
     head = HEADS["random"]
     with counted_steps(head) as steps:
@@ -116,12 +95,6 @@ def test_a_probe_finds_that_speculation_pays_again() -> None:
     assert sum(made.accepted for made in early) == 0
     assert sum(made.drafted == 0 for made in early) >= 8
     assert sum(made.accepted for made in late) > 2 * len(late)
-
-
-# A head that says .6, .3 and .05 wherever it is asked; log-probabilities of paths are sums.
-THREE = torch.full((97,), math.log(0.05 / 94)).index_put(
-    (torch.tensor([5, 6, 7]),), torch.tensor([0.6, 0.3, 0.05]).log()
-)
 
 
 def drawn(maker: CostAwareTree, *, trust: float = 1.0, rows: int = 1) -> tuple[list[int], float, int]:

@@ -1,4 +1,4 @@
-"""Cost-aware trees that copy from the text: known trees, texts of plain decoding, and heads that must beat the copies."""
+"""Cost-aware trees that copy from the text: known trees, plain texts, and heads that must beat the copies."""
 
 from dataclasses import replace
 
@@ -13,9 +13,7 @@ from eyas.inference.request import Generation
 from eyas.inference.sampling import Sampling
 from eyas.models.draft_head import DraftHead
 from eyas.tests.inference.costs import FREE, PLAIN, costs, unchanged
-from eyas.tests.inference.heads import fixed_head, greedy, random_prompt, soften, table_head
-from eyas.tests.inference.test_cost_aware import THREE, counted_steps
-from eyas.tests.inference.test_cost_aware import TARGET as WIDE
+from eyas.tests.inference.heads import THREE, counted_steps, fixed_head, greedy, random_prompt, soften, table_head
 from eyas.tests.toys import tiny_head, tiny_target
 
 # With weights this small the next token depends on the last one alone: texts run in circles.
@@ -28,6 +26,7 @@ HEADS: dict[str, DraftHead] = {
     "wrong at every third": table_head(TARGET, TEXTS, flawed=True),
 }
 COPYING = CostAwareTree(4, 3, 9, unchanged(0.9), costs(node=0.3, feed=0.3, level=0.3))
+WIDE = tiny_target(layers=3, aux_layers=(0, 1, 3))
 DEAR_HEAD = CostAwareTree(4, 3, 9, unchanged(0.9), costs(node=0.3, feed=2 * PLAIN, level=PLAIN))
 
 
@@ -83,8 +82,8 @@ def test_a_copy_competes_with_the_heads_candidates() -> None:
     assert second.tree.tokens_N.tolist() == [2, 5]
     assert second.of_head_N == (False, True)
     assert second.promised == pytest.approx(0.6, abs=1e-4)
-    # Without the head only row 0 has a candidate: (2 + .85) / 12 is more than 2 / 10 with none.
-    assert priced.alone == pytest.approx(2.85 / 12)
+    # Without the head only row 0 has a candidate: (2 + .9) / 12 is more than 2 / 10 with none.
+    assert priced.alone == pytest.approx(2.9 / 12)
     assert priced.seconds == pytest.approx(12.0)
 
 
