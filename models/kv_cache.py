@@ -209,8 +209,8 @@ class KVCache(Cache):
     def move(self, rows_M: Tensor, sources_M: Tensor, destinations_M: Tensor) -> None:
         """Move keys within their rows, all at once: the accepted paths, in place."""
         for layer in self.buffers:
-            for bits in as_bits(layer.both):
-                bits[rows_M, :, destinations_M] = bits[rows_M, :, sources_M]
+            bits = as_bits(layer.both)
+            bits[:, rows_M, :, destinations_M] = bits[:, rows_M, :, sources_M]
 
     def grow(self, *, batch: int, capacity: int) -> None:
         """Make room for at least `batch` rows of `capacity` tokens, keeping what is there."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 PLAIN, LOOKUP, MODEL_DEPTH, VLLM_DEPTH = "plain", 8, 5, 5
 TREES = ["chain:5", "static", "dynamic:5,8,16"]
-CALIBRATED_TREES = ["chain:8", "dynamic:8,8,8", "dynamic:8,8,8,calibrated", "auto"]  # three of 8 nodes, and cost-aware
+EIGHT_NODES = ["chain:8", "dynamic:8,8,8", "dynamic:8,8,8,calibrated"]
+CALIBRATED_TREES = [*EIGHT_NODES, "auto:head", "auto"]
 
 Sets = dict[str, list[tuple[int, ...]]]
 
