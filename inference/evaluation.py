@@ -53,7 +53,7 @@ class Measurement:
 
     `identical_to_plain` compares with plain decoding of the same prompt and seed; where it is False, `gap` is the
     difference of the target's two best logits at the first differing token: near zero means a tie broken by rounding.
-    `accepted` marks the tokens that were drafted.
+    `accepted` marks the tokens that were drafted; `rounds` are (drafts accepted, nodes drafted, tokens emitted) each.
     """
 
     prompt_id: str
@@ -62,6 +62,8 @@ class Measurement:
     temperature: float
     token_ids: list[int]
     accepted: list[bool]
+    prompt_tokens: int
+    rounds: list[list[int]]
     finish_reason: str
     stats: dict[str, Any]
     seconds: float
@@ -167,6 +169,8 @@ def _measure(
         temperature=temperature,
         token_ids=ids,
         accepted=_accepted_marks(generation),
+        prompt_tokens=len(prompt.prompt_ids),
+        rounds=[[made.accepted, made.drafted, len(made.tokens)] for made in generation.rounds],
         finish_reason=generation.finish_reason,
         stats=generation.stats.as_dict(),
         seconds=generation.seconds,

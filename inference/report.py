@@ -68,6 +68,7 @@ def render_page(
         temperature=f"T={temperature:g}",
         overall=sorted((e for e in results if e["prompt_set"] == ALL), key=lambda e: e["temperature"]),
         sets=[{m: _entry(results, m, name) for m in (PLAIN, *names)} for name in (*prompt_sets(results), ALL)],
+        contexts=_contexts(report["by_context"], temperature),
         differences=_differences(results),
         tau_plot=_data_uri(_panel(_draw_tau, results)),
         survival_plot=_data_uri(_panel(_draw_survival, results)),
@@ -122,6 +123,16 @@ def lowest_temperature(results: list[dict[str, Any]]) -> float:
 def _entry(results: list[dict[str, Any]], method: str, prompt_set: str) -> dict[str, Any]:
     key = (method, lowest_temperature(results), prompt_set)
     return next(e for e in results if (e["method"], e["temperature"], e["prompt_set"]) == key)
+
+
+def _contexts(by_context: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
+    """Return one row per class of contexts, with the entry of every method that had rounds there."""
+    rows: dict[int, dict[str, Any]] = {}
+    for entry in by_context:
+        if entry["temperature"] == temperature:
+            row = {"context": entry["context"], "below": entry["below"], "methods": {}}
+            rows.setdefault(entry["context"], row)["methods"][entry["method"]] = entry
+    return [rows[context] for context in sorted(rows)]
 
 
 def _differences(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -44,10 +44,20 @@ def model_card(files: HeadFiles, *, repo: str, target: str, licence: str | None)
         fields=files.fields,
         card=card,
         rows=[row for row in rows if row["method"] != "plain"],
+        contexts=_contexts(card.get("acceptance_by_context", [])),
         verdicts=verdicts,
         launches=launches,
         licence=licence,
     )
+
+
+def _contexts(by_context: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of the last speculative method (the tree) at the lowest temperature."""
+    if not by_context:
+        return []
+    coldest = min(entry["temperature"] for entry in by_context)
+    name = max(entry["method"] for entry in by_context)
+    return [entry for entry in by_context if (entry["method"], entry["temperature"]) == (name, coldest)]
 
 
 def _metadata(files: HeadFiles, rows: list[dict[str, Any]], *, repo: str, target: str, licence: str | None) -> str:

@@ -14,6 +14,7 @@ from eyas.models.size import DTYPE_BYTES
 from eyas.train.break_even import BreakEven, break_even_table
 from eyas.train.cards import Card
 from eyas.train.context import RunContext
+from eyas.train.engine_depth import EngineDepth, best_depths, measured_survival
 from eyas.train.machine import Speed, free_disk, free_memory
 from eyas.train.plan_disk import DISK, in_flight_bytes
 from eyas.train.plan_facts import Facts, gather_facts
@@ -52,6 +53,7 @@ class RunPlan:
     refusals: tuple[str, ...]
     smaller: tuple[str, ...]
     break_even: tuple[BreakEven, ...]
+    depths: tuple[EngineDepth, ...] = ()
     card: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ class RunPlan:
             "refusals": list(self.refusals),
             "smaller_settings": list(self.smaller),
             "break_even_estimate": [asdict(row) for row in self.break_even],
+            "engine_depths": [asdict(row) for row in self.depths],
         }
 
 
@@ -106,6 +109,7 @@ def make_plan(
         disk = max(0, disk_needed(other, left, present) - disk_limit)
         return disk + sum(max(0, memory_needed(other, name) - memory_limit) for name in left)
 
+    survival = measured_survival(context.folder.record("evaluate").get("result", {}))
     needed = disk_needed(facts, left, present)
     refusals = _refusals(facts, left, planned, needed, disk_limit, memory_limit, context.folder.path)
     smaller = settings_that_fit(facts, excess) if refusals else []
@@ -118,6 +122,7 @@ def make_plan(
         refusals=tuple(refusals),
         smaller=tuple(" ".join(f"--set {key}={value}" for key, value in changes) for changes in smaller),
         break_even=tuple(break_even_table(facts, speed)) if speed else (),
+        depths=best_depths(facts, speed, survival) if speed and survival else (),
         card=card.title if card else None,
     )
 

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.train.break_even import BATCHES, LARGEST, BreakEven
+from eyas.train.engine_depth import EngineDepth
 from eyas.train.plan import RunPlan, StagePlan, advice, human
 from eyas.train.plan_time import ASSUMED_TAU
 
@@ -38,6 +39,9 @@ def print_plan(plan: RunPlan) -> None:
     if plan.break_even:
         console.print(_break_even_table(plan.break_even))
         console.print("  from compute and bandwidth alone (roofline), in bf16: what an engine adds is not in it")
+    if plan.depths:
+        console.print(_depth_table(plan.depths))
+        console.print("  num_speculative_tokens (vLLM), --speculative-num-steps (SGLang); by the same roofline")
     verdict = " ".join([*plan.refusals, advice(plan)]) if plan.refusals else _fits(plan)
     console.print(verdict, style="red" if plan.refusals else "green", soft_wrap=True)
 
@@ -93,4 +97,14 @@ def _break_even_table(rows: tuple[BreakEven, ...]) -> Table:
     for row in rows:
         limit = f"{LARGEST} and more" if row.pays_to is None else f"batch {row.pays_to}" if row.pays_to else "never"
         table.add_row(row.method, f"{row.tau:g}", *(f"{gain:.2f}x" for gain in row.speedups.values()), limit)
+    return table
+
+
+def _depth_table(rows: tuple[EngineDepth, ...]) -> Table:
+    table = Table(title="tokens to draft in an engine, from this head's measured acceptance (estimate)")
+    table.title_justify = "left"
+    for column in ("requests together", "chain of", "tau", "speed-up"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(str(row.batch), str(row.depth or "none"), f"{row.tau:.2f}", f"{row.speedup:.2f}x")
     return table

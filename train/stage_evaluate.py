@@ -13,6 +13,7 @@ from eyas.data.encode import ChatTemplate
 from eyas.data.sources import read_prompts
 from eyas.data.synthesize import stop_token_ids
 from eyas.inference.calibration import Calibration
+from eyas.inference.context_acceptance import acceptance_by_context
 from eyas.inference.cost_aware_tree import CostAwareTree
 from eyas.inference.draft import ChainTree, DynamicTree, TreeMaker
 from eyas.inference.evaluation import EvaluationPlan, EvaluationPrompt, evaluate, summarise
@@ -72,11 +73,12 @@ def run_evaluate(context: RunContext) -> dict[str, Any]:
         "training": context.folder.record("train").get("result", {}),
         "calibration": calibration_summary(calibration),
         "results": summarise(measurements),
+        "by_context": acceptance_by_context(measurements),
     }
     write_atomically(folder / "report.json", json.dumps(report, indent=2))
     texts = {prompt.id: prompt.text for prompt in prompts}
     write_report(folder, report, measurements, texts=texts, decode=lambda token: str(tokenizer.decode([token])))
-    return {"results": report["results"], "prompts": len(prompts)}
+    return {"results": report["results"], "by_context": report["by_context"], "prompts": len(prompts)}
 
 
 def run_calibration(

@@ -45,7 +45,8 @@ def head_metadata(context: RunContext) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.target.model)
     facts = TargetFacts.of(recipe.target.model)
     training = context.folder.record("train").get("result", {})
-    results = context.folder.record("evaluate").get("result", {}).get("results", [])
+    evaluated = context.folder.record("evaluate").get("result", {})
+    results = evaluated.get("results", [])
     tapped = context.load_target(recipe.extract.dtype, tapped=True)
     return {
         "target": recipe.target.model,
@@ -63,6 +64,7 @@ def head_metadata(context: RunContext) -> dict[str, Any]:
         "evaluation_prompts": {source: prompt_file_hash(source) for source in recipe.evaluate.prompts},
         "acceptance": [entry for entry in results if entry["prompt_set"] == "all"],
         "acceptance_by_set": [entry for entry in results if entry["prompt_set"] != "all"],
+        "acceptance_by_context": evaluated.get("by_context", []),
         **_calibration(context),
         "recipe": recipe.model_dump(mode="json"),
         "provenance": provenance(seed=recipe.train.seed),

@@ -209,6 +209,8 @@ def measurement(
     fields: dict[str, Any] = {"identical_to_plain": True, "gap": None, "temperature": 0.0, **more}
     return Measurement(
         prompt_id=id_, prompt_set=kind, method=method, token_ids=[1] * tokens, accepted=[False] * tokens,
+        prompt_tokens=5,
+        rounds=[[accepted, stats.depth, accepted + 1] for accepted in rounds],
         finish_reason="length", stats=stats.as_dict(), seconds=seconds, prefill_seconds=0.1, **fields,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eyas.inference.acceptance import AcceptanceStats
+from eyas.inference.context_acceptance import acceptance_by_context
 from eyas.inference.evaluation import Measurement, summarise
 from eyas.inference.report import acceptance_figure, render_page, verdict, write_report
 
@@ -41,6 +42,8 @@ def measurement(prompt_id: str, method: str, temperature: float, *, seconds: flo
         temperature=temperature,
         token_ids=TOKENS,
         accepted=[False] * len(TOKENS) if method == "plain" else ACCEPTED,
+        prompt_tokens=60,
+        rounds=[[2, 2, 3], [1, 2, 2], [0, 2, 1], [1, 2, 2], [0, 2, 1]],
         finish_reason="length",
         stats=stats.as_dict(),
         seconds=seconds,
@@ -72,6 +75,7 @@ def report(made: list[Measurement], training: dict[str, Any] | None = None) -> d
         "command": "eyas run tiny-recipe --set train.steps=20",
         "training": training or {},
         "results": summarise(made),
+        "by_context": acceptance_by_context(made),
     }
 
 
@@ -132,6 +136,8 @@ def test_verdict_and_tables_hold_the_numbers_worked_out_by_hand() -> None:
         ["code", "2", "10.0", "1.75", "2.25", "1.25x", "2.00x"],
         ["writing", "1", "10.0", "1.00", "1.50", "1.25x", "2.00x"],
         ["all", "3", "10.0", "1.50", "2.00", "1.25x", "2.00x"],
+        ["0 to 63", "3.00", "3", "3.00", "3"],  # a round behind 61 tokens for each of three prompts
+        ["64 to 127", "1.50", "12", "1.50", "12"],
     ):
         assert row in shown.rows
 

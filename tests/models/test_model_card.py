@@ -22,6 +22,13 @@ def entry(method: str, temperature: float, prompt_set: str, tau: float) -> dict[
 CARD: dict[str, Any] = {
     "acceptance": [entry("plain", 0.0, "all", 1.0), entry("chain", 0.0, "all", 1.75), entry("tree", 1.0, "all", 1.9)],
     "acceptance_by_set": [entry("tree", 0.0, "code", 2.25)],
+    "acceptance_by_context": [
+        {"method": method, "temperature": t, "context": at, "below": 2 * at, "tau": tau, "rounds": rounds}
+        for method, t, at, tau, rounds in (
+            ("chain", 0.0, 128, 1.5, 40), ("tree", 0.0, 128, 2.3, 44), ("tree", 0.0, 256, 1.9, 7),
+            ("tree", 1.0, 128, 1.2, 9),
+        )
+    ],
     "recipe": {"evaluate": {"chain": {"depth": 4}, "tree": {"depth": 4, "top_k": 6, "num_draft_tokens": 20}}},
     "provenance": {
         "command": "eyas run x.yaml", "commit": "abc123", "seed": 7, "versions": {"torch": "2.13.0"},
@@ -48,6 +55,11 @@ def test_every_number_command_and_limit_is_on_it(tmp_path: Path) -> None:
         "| code (12) | 0 | tree | 2.25 |",
     ):  # fmt: skip
         assert row in card
+    of_contexts = [line.strip() for line in card.splitlines() if "before the round" in line]
+    assert of_contexts == [
+        "* 128 to 255 tokens before the round: tau 2.30 (tree, T=0, 44 rounds)",
+        "* 256 to 511 tokens before the round: tau 1.90 (tree, T=0, 7 rounds)",
+    ]
     for part in (
         "A CPU, 2 cores, GPUs: none", "`eyas run x.yaml`, commit abc123, seed 7", "rows of up to 266 tokens",
         "600 replies written by the target itself, 40000 tokens", "61 of 97 tokens, covering 93.0 %",
