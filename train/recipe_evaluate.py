@@ -31,7 +31,7 @@ class AutoSection(Section):
     """A cost-aware tree: at most so many levels, children and nodes, in each round as many as pay on this machine."""
 
     depth: Positive = 8
-    top_k: Positive = 8
+    top_k: Positive = 6
     num_draft_tokens: Positive = 32
 
 

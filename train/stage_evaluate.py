@@ -29,6 +29,7 @@ from eyas.train.latency_cache import measured_latency
 from eyas.train.prompt_sources import check_apart
 from eyas.train.run_folder import fingerprint
 
+COST_AWARE = "cost-aware tree"
 CALIBRATION_FILE = "calibration.json"
 
 
@@ -115,19 +116,22 @@ def run_calibration(
 def evaluation_trees(
     context: RunContext, target: Target, head: DraftHead, calibration: Calibration | None
 ) -> dict[str, TreeMaker]:
-    """Return the speculative methods of the recipe; the tree stands last, the report leads with it."""
+    """Return the speculative methods of the recipe; the report leads with the last, which is the one to use."""
     section = context.recipe.evaluate
     tree, auto = section.tree, section.auto
-    trees: dict[str, TreeMaker] = {"chain": ChainTree(section.chain.depth)}
+    chosen_by = calibration if tree.calibrated else None
+    trees: dict[str, TreeMaker] = {
+        "chain": ChainTree(section.chain.depth),
+        "tree": DynamicTree(tree.depth, tree.top_k, tree.num_draft_tokens, chosen_by),
+    }
     if auto is not None:
         assert calibration is not None
         latency = measured_latency(
             target, head, target_fingerprint=context.target_fingerprint, rows=1,
             max_nodes=auto.num_draft_tokens + 1, top_k=auto.top_k, reporter=context.reporter,
         )  # fmt: skip
-        trees["auto"] = CostAwareTree(auto.depth, auto.top_k, auto.num_draft_tokens, calibration, latency)
-    chosen_by = calibration if tree.calibrated else None
-    return {**trees, "tree": DynamicTree(tree.depth, tree.top_k, tree.num_draft_tokens, chosen_by)}
+        trees[COST_AWARE] = CostAwareTree(auto.depth, auto.top_k, auto.num_draft_tokens, calibration, latency)
+    return trees
 
 
 def calibration_summary(calibration: Calibration | None) -> dict[str, Any]:

@@ -231,7 +231,9 @@ def test_calibrated_and_cost_aware_trees_are_measured_where_asked_for(finished: 
     settings = ("evaluate.tree.calibrated=true", "evaluate.auto.depth=3", "evaluate.auto.num_draft_tokens=9")
     again = run(finished.recipe, tmp_path / "run", *(word for setting in settings for word in ("--set", setting)))
     found = entries(again.folder, "all", 0.0)
-    assert list(found) == ["plain", "chain", "auto", "tree"]
+    assert list(found) == ["plain", "chain", "tree", "cost-aware tree"]
     assert all(entry["identical_to_plain"] == EVAL_PROMPTS for entry in found.values())
     assert found["tree"]["drafted"] == 8 * found["tree"]["rounds"]
-    assert "auto" in (again.folder / "evaluation" / "report.html").read_text()
+    page = (again.folder / "evaluation" / "report.html").read_text()
+    assert "The cost-aware tree " in page, "the report leads with it"
+    assert report(again.folder)["by_context"][0]["method"] == "chain"
