@@ -212,10 +212,10 @@ class DynamicTree:
         k = min(self.top_k, draft_vocab_size)
         return 1 + min(self.num_draft_tokens, k + (self.depth - 1) * k**2)
 
-    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> Columns:
+    def candidates(self, state: HeadState, goes_on: GoesOn | None = None) -> Columns:
         """Return every candidate in level order, on the head's device; a parent is a place in that order, -1 the root.
 
-        Before every level but the first `goes_on` is asked whether to draw it.
+        Before every level but the first `goes_on`, where given, is asked whether to draw it.
         """
         logits_RU = state.logits_RU
         R, device = len(logits_RU), logits_RU.device
@@ -229,7 +229,7 @@ class DynamicTree:
         frontier_tokens, frontier_scores = tokens[0], scores[0]
         own = seen = torch.eye(k, dtype=torch.bool, device=device).expand(R, k, k)
         for depth in range(2, self.depth + 1):
-            if not goes_on(_columns(tokens, parents, depths, scores), frontier):
+            if goes_on is not None and not goes_on(_columns(tokens, parents, depths, scores), frontier):
                 break
             features, logits = state.expand(features, frontier_tokens, depth=depth - 1, tree_mask_RKN=seen)
             log_p_RKK, ids_RKK = best_children(logits, k)

@@ -52,7 +52,7 @@ class _RecordedTree(DynamicTree):
         """A round that is recorded is read by the host."""
         return False
 
-    def candidates(self, state: HeadState, goes_on: GoesOn = lambda *_: True) -> Columns:
+    def candidates(self, state: HeadState, goes_on: GoesOn | None = None) -> Columns:
         columns = super().candidates(state, goes_on)
         tokens, parents, _, scores = (column.tolist() for column in columns)
         self.pools[:] = [_Pool(*row) for row in zip(tokens, parents, scores, strict=True)]
