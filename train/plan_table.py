@@ -41,7 +41,11 @@ def print_plan(plan: RunPlan) -> None:
         console.print("  from compute and bandwidth alone (roofline), in bf16: what an engine adds is not in it")
     if plan.depths:
         console.print(_depth_table(plan.depths))
-        console.print("  num_speculative_tokens (vLLM), --speculative-num-steps (SGLang); by the same roofline")
+        console.print(
+            "  from this head's measured acceptance and the same roofline; num_speculative_tokens (vLLM), "
+            "--speculative-num-steps (SGLang)",
+            soft_wrap=True,
+        )
     verdict = " ".join([*plan.refusals, advice(plan)]) if plan.refusals else _fits(plan)
     console.print(verdict, style="red" if plan.refusals else "green", soft_wrap=True)
 
@@ -101,8 +105,7 @@ def _break_even_table(rows: tuple[BreakEven, ...]) -> Table:
 
 
 def _depth_table(rows: tuple[EngineDepth, ...]) -> Table:
-    table = Table(title="tokens to draft in an engine, from this head's measured acceptance (estimate)")
-    table.title_justify = "left"
+    table = Table(title="tokens to draft in an engine (estimate)", title_justify="left")
     for column in ("requests together", "chain of", "tau", "speed-up"):
         table.add_column(column, justify="right")
     for row in rows:
