@@ -82,7 +82,7 @@ class CandidatePool:
 def _add(copy: Copy, P: int, tokens_P: Ints, parents_P: Ints, depths_P: Ints, log_p_P: Floats) -> None:
     """Add a copy to one row in place; its first P candidates are the head's, room for the copy's own lies behind."""
     steps_P = log_p_P[:P] - np.where(parents_P[:P] < 0, 0.0, log_p_P[parents_P[:P]])
-    node, own = -1, P
+    node, own, here = -1, P, 0.0
     for step, token in enumerate(copy.tokens):
         children = np.flatnonzero(parents_P[:P] == node) if node < P else np.empty(0, dtype=np.int64)
         if len(children) == 0:
@@ -94,23 +94,14 @@ def _add(copy: Copy, P: int, tokens_P: Ints, parents_P: Ints, depths_P: Ints, lo
             rate = copy.beside(step, best=bool(len(known)) and known[0] == best, p=p)
             left = np.log((1.0 - min(rate, SURE)) / (1.0 - min(p, SURE)))
             steps_P[children] += min(left, 0.0)
+        here += float(np.log(rate))
         if len(known):
             node = int(known[0])
             steps_P[node] = np.log(rate)
             continue
-        above = 0.0 if node < 0 else _path(node, steps_P, parents_P) if node < P else float(log_p_P[node])
-        tokens_P[own], parents_P[own], depths_P[own] = token, node, step + 1
-        log_p_P[own] = above + np.log(rate)
+        tokens_P[own], parents_P[own], depths_P[own], log_p_P[own] = token, node, step + 1, here
         node, own = own, own + 1
     for depth in range(1, int(depths_P[:P].max(initial=0)) + 1):
         level = np.flatnonzero(depths_P[:P] == depth)
         above_P = np.where(parents_P[level] < 0, 0.0, log_p_P[parents_P[level]])
         log_p_P[level] = above_P + steps_P[level]
-
-
-def _path(node: int, steps_P: Floats, parents_P: Ints) -> float:
-    total = 0.0
-    while node >= 0:
-        total += float(steps_P[node])
-        node = int(parents_P[node])
-    return total
