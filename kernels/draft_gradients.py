@@ -75,25 +75,24 @@ def draft_gradients_reference(
     """The same as `draft_gradients`, in blocks that stay in a CPU's cache: the CPU path; overwrites the student."""
     N, U = student_NU.shape
     accurate = torch.promote_types(teacher_MU.dtype, torch.float32)
-    p_PU = teacher_MU.to(accurate).softmax(-1)
-    best_P = p_PU.argmax(-1) if "hard" in needs else None
-    entropy_P = -torch.xlogy(p_PU, p_PU).sum(-1) if "entropy" in needs else None
-    nothing = p_PU.new_zeros(0)
+    nothing = teacher_MU.new_zeros(0, dtype=accurate)
     losses = []
     size = max(1, BLOCK_ELEMENTS // U)
     for start in range(0, N, size):
-        rows = teacher_row_N[start : start + size]
+        # Steps of a slot are neighbours and share a row: its distribution is made here, in the cache, not for all rows.
+        row_P, place_N = torch.unique_consecutive(teacher_row_N[start : start + size], return_inverse=True)
+        p_PU = teacher_MU[row_P].to(accurate).softmax(-1)
         block_NU = student_NU[start : start + size]
         z = block_NU.to(accurate)
-        p = p_PU[rows]
+        p = p_PU[place_N]
         q = torch.softmax(z, -1)
         lse_N = z.amax(-1) - q.amax(-1).log()
         below = (q < p).to(accurate) if "overlap" in needs else None
         mass_N = (q * below).sum(-1) if below is not None else nothing
-        best_N = best_P[rows] if best_P is not None else None
+        best_N = p_PU.argmax(-1)[place_N] if "hard" in needs else None
         terms = DraftTerms(
             cross_N=lse_N - torch.linalg.vecdot(p, z) if "cross" in needs else nothing,
-            entropy_N=nothing if entropy_P is None else entropy_P[rows],
+            entropy_N=-torch.xlogy(p_PU, p_PU).sum(-1)[place_N] if "entropy" in needs else nothing,
             hard_N=nothing if best_N is None else lse_N - z.gather(-1, best_N[:, None]).squeeze(-1),
             overlap_N=nothing if below is None else mass_N + (p * (1 - below)).sum(-1),
         )

@@ -124,7 +124,9 @@ class _DraftLoss(torch.autograd.Function):
                     g_states[pairs] = (g_NU @ head.weight_VD).to(accurate).mul_(weights_N[:, None]).to(states_MD.dtype)
                 if wants_weight:
                     g_chunk = g_NU.t() @ (x_MD[pairs].to(accurate) * weights_N[:, None]).to(dtype)
+                    del g_NU
                     g_weight = g_chunk.to(weight_UD.dtype) if g_weight is None else g_weight.add_(g_chunk)
+                    del g_chunk
         if wants_weight and g_weight is None:
             g_weight = torch.zeros_like(weight_UD)
         ctx.g_states, ctx.g_weight = g_states, g_weight

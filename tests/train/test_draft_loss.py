@@ -1,8 +1,12 @@
 """The chunked loss against plain PyTorch on whole logits: values, gradients, output heads of every kind, memory."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eyas.kernels import draft_gradients
 from eyas.models.target_head import TargetHead
@@ -56,6 +60,48 @@ def test_any_chunking_equals_whole_logits_in_value_and_gradients(
     expected = torch.autograd.grad(3.0 * truth, (states_MD, weight_UD))
     found = torch.autograd.grad(3.0 * ours, (states_MD, weight_UD))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes that operations have allocated and nothing has freed yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            storage = value.untyped_storage() if isinstance(value, Tensor) else None
+            if storage is not None and storage._cdata not in given | self.known:
+                self.known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def test_memory_is_one_chunk_of_logits_and_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a chunk outlives it, and no distribution is kept for all of its positions at once."""
+    wide, pairs, draft_ids, chunk = 80, 720, 4096, 240
+    monkeypatch.setattr(op, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(draft_gradients, "BLOCK_ELEMENTS", 3 * draft_ids)
+    states_MD = torch.randn(pairs, wide, requires_grad=True)
+    weight_UD = torch.randn(draft_ids, wide, requires_grad=True)
+    teacher = TargetHead(torch.randn(draft_ids, wide), None, 1.0, None)
+    taught = Lesson(torch.randn(pairs // 3, wide), teacher, torch.arange(pairs) // 3)
+    with LiveBytes() as counted:
+        loss = draft_loss(states_MD, TargetHead(weight_UD, None, 1.0, None), taught, torch.ones(pairs), MIX)
+    logits, teachers, gradients = chunk * draft_ids, chunk // 3 * draft_ids, (pairs + draft_ids) * wide
+    assert logits + gradients < counted.peak / 4 < 1.1 * (logits + teachers + gradients)
+    assert gradients <= counted.live / 4 < 1.1 * gradients  # what is left for backward
+    loss.backward()
 
 
 def test_a_frozen_output_head_gets_no_gradient() -> None:
