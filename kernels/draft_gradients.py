@@ -6,7 +6,8 @@ vectors, weighted by how strongly the loss pulls on cross, hard and overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,18 +74,17 @@ def draft_gradients_reference(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The same as `draft_gradients`, in blocks that stay in a CPU's cache: the CPU path; overwrites the student."""
-    N, U = student_NU.shape
+    U = student_NU.shape[1]
     accurate = torch.promote_types(teacher_MU.dtype, torch.float32)
     nothing = teacher_MU.new_zeros(0, dtype=accurate)
     losses = []
-    size = max(1, BLOCK_ELEMENTS // U)
-    for start in range(0, N, size):
-        # Steps of a slot are neighbours and share a row: its distribution is made here, in the cache, not for all rows.
-        row_P, place_N = torch.unique_consecutive(teacher_row_N[start : start + size], return_inverse=True)
-        p_PU = teacher_MU[row_P].to(accurate).softmax(-1)
-        block_NU = student_NU[start : start + size]
+    for slots in _blocks(teacher_row_N, max(1, BLOCK_ELEMENTS // U)):
+        # Neighbours share rows of the teacher: their distributions are made here, in the cache, not for all rows.
+        row_P, place_N = torch.unique_consecutive(teacher_row_N[slots], return_inverse=True)
+        p_PU = teacher_MU.index_select(0, row_P).to(accurate).softmax(-1)
+        block_NU = student_NU[slots]
         z = block_NU.to(accurate)
-        p = p_PU[place_N]
+        p = p_PU.index_select(0, place_N)
         q = torch.softmax(z, -1)
         lse_N = z.amax(-1) - q.amax(-1).log()
         below = (q < p).to(accurate) if "overlap" in needs else None
@@ -105,6 +105,18 @@ def draft_gradients_reference(
             gradient *= scale
         block_NU.copy_(gradient)
     return torch.cat(losses) if losses else nothing, student_NU
+
+
+def _blocks(teacher_row_N: Tensor, size: int) -> Iterator[slice]:
+    """Yield blocks of at most `size` slots, none of which ends between two of one teacher row unless it has to."""
+    N = len(teacher_row_N)
+    ends = [*((teacher_row_N[1:] != teacher_row_N[:-1]).nonzero().squeeze(-1) + 1).tolist(), N]
+    start = 0
+    while start < N:
+        within = bisect_right(ends, start + size)
+        stop = ends[within - 1] if within and ends[within - 1] > start else start + size
+        yield slice(start, stop)
+        start = stop
 
 
 def _gradient(

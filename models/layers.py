@@ -48,6 +48,25 @@ class RMSNorm(nn.Module):
         return out
 
 
+class _Gated(torch.autograd.Function):
+    """act(gate) * up that keeps gate and up alone: the activation is made again for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        return act(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        with torch.enable_grad():
+            gate = gate.detach().requires_grad_()
+            active = ctx.act(gate)
+        (g_gate,) = torch.autograd.grad(active, gate, grads[0] * up)
+        return g_gate, grads[0] * active.detach(), None
+
+
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), no biases."""
 
@@ -59,7 +78,10 @@ class GatedMLP(nn.Module):
         self.act = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not torch.is_grad_enabled():
+            return self.down_proj(self.act(gate) * up)
+        return self.down_proj(_Gated.apply(gate, up, self.act))  # type: ignore[no-untyped-call]
 
 
 class _TakeRows(torch.autograd.Function):
