@@ -105,7 +105,8 @@ class _DraftLoss(torch.autograd.Function):
         x_MD, head = states_MD.to(dtype), output.to(dtype=dtype, device=states_MD.device)
         lesson = lesson.to(dtype)
         g_states = torch.empty_like(states_MD) if wants_states else None
-        g_weight: Tensor | None = None
+        # Made before the logits: behind the first chunk's it would take their place, and the next need more memory.
+        g_weight = torch.empty_like(weight_UD) if wants_weight else None
         total = torch.zeros((), dtype=accurate, device=states_MD.device)
         with torch.autocast(device_type=states_MD.device.type, enabled=False):
             for positions, pairs in lesson.chunks(chunk_rows(len(weight_UD))):
@@ -122,13 +123,16 @@ class _DraftLoss(torch.autograd.Function):
                 total += torch.dot(losses_N, weights_N)
                 if g_states is not None:
                     g_states[pairs] = (g_NU @ head.weight_VD).to(accurate).mul_(weights_N[:, None]).to(states_MD.dtype)
-                if wants_weight:
-                    g_chunk = g_NU.t() @ (x_MD[pairs].to(accurate) * weights_N[:, None]).to(dtype)
+                # Nothing of a chunk may live on while the next one is made.
+                if g_weight is None:
                     del g_NU
-                    g_weight = g_chunk.to(weight_UD.dtype) if g_weight is None else g_weight.add_(g_chunk)
-                    del g_chunk
-        if wants_weight and g_weight is None:
-            g_weight = torch.zeros_like(weight_UD)
+                    continue
+                g_chunk = g_NU.t() @ (x_MD[pairs].to(accurate) * weights_N[:, None]).to(dtype)
+                del g_NU
+                g_weight.add_(g_chunk) if pairs.start else g_weight.copy_(g_chunk)
+                del g_chunk
+        if g_weight is not None and not len(states_MD):
+            g_weight.zero_()
         ctx.g_states, ctx.g_weight = g_states, g_weight
         return total
 

@@ -16,7 +16,6 @@ from eyas.train.plan_disk import extract_bytes
 from eyas.train.plan_facts import Facts
 
 VALIDATION_TOKENS = 2048  # of a batch of held-out rows (train/validation.py)
-LOGIT_BYTES = 14  # per logit of a chunk of the loss: head's and teacher's, their softmaxes, the gradient
 ARGMAX_CHUNK = 256  # positions whose full logits are there at once (data/extract.py)
 
 
@@ -155,7 +154,7 @@ def train_phases(facts: Facts) -> list[Phase]:
         "batch": 4 * tokens * (config.aux_width + target.hidden_size),
         "activations": section.ttt_steps * tokens * per_token,
         "output states": 3 * 4 * pairs * config.hidden_size,
-        "a chunk of logits": LOGIT_BYTES * U * min(chunk_rows(U), pairs),
+        "a chunk of logits": 2 * compute * U * min(chunk_rows(U), pairs),  # the head's and the teacher's
     }
     held_out = min(VALIDATION_TOKENS, facts.counts.validation_rows * facts.counts.longest_row)
     validation = {

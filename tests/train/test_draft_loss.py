@@ -87,18 +87,19 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def test_memory_is_one_chunk_of_logits_and_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_memory_is_one_chunk_of_logits_and_the_gradients(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a chunk outlives it, and no distribution is kept for all of its positions at once."""
     wide, pairs, draft_ids, chunk = 80, 720, 4096, 240
     monkeypatch.setattr(op, "CHUNK_ROWS", chunk)
     monkeypatch.setattr(draft_gradients, "BLOCK_ELEMENTS", 3 * draft_ids)
     states_MD = torch.randn(pairs, wide, requires_grad=True)
-    weight_UD = torch.randn(draft_ids, wide, requires_grad=True)
+    weight_UD = torch.randn(draft_ids, wide, requires_grad=trained)
     teacher = TargetHead(torch.randn(draft_ids, wide), None, 1.0, None)
     taught = Lesson(torch.randn(pairs // 3, wide), teacher, torch.arange(pairs) // 3)
     with LiveBytes() as counted:
         loss = draft_loss(states_MD, TargetHead(weight_UD, None, 1.0, None), taught, torch.ones(pairs), MIX)
-    logits, teachers, gradients = chunk * draft_ids, chunk // 3 * draft_ids, (pairs + draft_ids) * wide
+    logits, teachers, gradients = chunk * draft_ids, chunk // 3 * draft_ids, (pairs + trained * draft_ids) * wide
     assert logits + gradients < counted.peak / 4 < 1.1 * (logits + teachers + gradients)
     assert gradients <= counted.live / 4 < 1.1 * gradients  # what is left for backward
     loss.backward()
