@@ -156,7 +156,7 @@ def _draw(logits_RV: Tensor, top_k: int, top_p_R: Tensor | None, coins_R: Tensor
     if top_p_R is None:
         weights = logits_RV.softmax(-1)
     else:
-        weights, places = nucleus(logits_RV, top_p_R)
+        weights, places = nucleus(logits_RV.float().softmax(-1), top_p_R)
         ids = places if ids is None else ids.gather(1, places)
     drawn = draw(weights, coins_R)
     return drawn if ids is None else ids.gather(1, drawn[:, None]).squeeze(1)

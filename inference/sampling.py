@@ -49,12 +49,15 @@ def probabilities(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
     assert all(sampling.temperature > 0 for sampling in samplings), "greedy requests have no distribution"
     device = logits_RV.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
-    logits = _keep_top_k(logits_RV.double() / temperatures[:, None], samplings)
+    p_RV = _keep_top_k(logits_RV.double() / temperatures[:, None], samplings).softmax(-1)
     cut = [r for r, sampling in enumerate(samplings) if sampling.top_p < 1]
     if cut:
         top_p = torch.tensor([samplings[r].top_p for r in cut], dtype=torch.float64, device=device)
-        logits[cut] = _keep_nucleus(logits[cut], top_p)
-    return logits.softmax(-1)
+        whole = p_RV[cut]
+        weights_RK, ids_RK = nucleus(whole, top_p)
+        kept = torch.zeros_like(whole).scatter_add_(1, ids_RK, weights_RK)  # behind a nucleus stands id 0, weighing 0
+        p_RV[cut] = kept / weights_RK.sum(-1, keepdim=True)
+    return p_RV
 
 
 def draw_tokens(logits_RV: Tensor, samplings: list[Sampling], coins_R: Tensor) -> Tensor:
@@ -73,7 +76,7 @@ def draw_tokens(logits_RV: Tensor, samplings: list[Sampling], coins_R: Tensor) -
         settings, device = [samplings[r] for r in few], logits.device
         warm = logits / torch.tensor([one.temperature for one in settings], device=device)[:, None]
         top_p_R = torch.tensor([one.top_p for one in settings], dtype=torch.float64, device=device)
-        weights_RK, ids_RK = nucleus(_keep_top_k(warm, settings), top_p_R)
+        weights_RK, ids_RK = nucleus(_keep_top_k(warm, settings).softmax(-1), top_p_R)
         ids_RK, order_RK = ids_RK.masked_fill(weights_RK == 0, logits.shape[-1]).sort(-1)
         places = draw(weights_RK.gather(1, order_RK).cpu(), coins_R[few])
         tokens_R[few] = ids_RK.cpu().gather(1, places[:, None]).squeeze(1)
@@ -90,23 +93,6 @@ def _keep_top_k(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
         threshold = best.gather(1, ranks[:, None])
         logits_RV[cut] = logits_RV[cut].masked_fill(logits_RV[cut] < threshold, float("-inf"))
     return logits_RV
-
-
-def _keep_nucleus(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Return logits whose tail behind the mass top_p is -inf; looks at 64 tokens, then at 8 times more, and so on.
-
-    The last one kept takes its equals along, wherever they stand.
-    """
-    weights, count = logits_RV.softmax(-1), 64
-    while True:
-        best = weights.topk(min(count, weights.shape[-1]))
-        upto = best.values.cumsum(-1)
-        if count >= weights.shape[-1] or bool((upto[:, -1] >= top_p_R).all()):
-            break
-        count *= 8
-    kept = (upto - best.values) < top_p_R[:, None]
-    least_R1 = logits_RV.gather(1, best.indices).masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
-    return logits_RV.masked_fill(logits_RV < least_R1, float("-inf"))
 
 
 @dataclass

@@ -11,13 +11,12 @@ from torch import Tensor
 FEW = 2048  # the first guess: tokens below (1 - top_p) / FEW are left out; wrong only for very flat rows
 
 
-def nucleus(logits_RV: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
+def nucleus(probabilities_RV: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return (weights_RK fp64, ids_RK int64): the nucleus of each row, likeliest first (equals by id), 0 behind it.
 
-    Masses are those of the softmax in fp32; at least one token is always in. With logits already divided by the
-    temperature, and cut to the top k, this is the Hugging Face order.
+    Masses are summed in fp64; at least one token is always in. With a softmax, in fp32 or better, of logits already
+    divided by the temperature, and cut to the top k, this is the Hugging Face order.
     """
-    probabilities_RV = logits_RV.float().softmax(-1)
     top_p_R = top_p_R.to(torch.float64)
     threshold_R = (1.0 - top_p_R) / FEW
     while True:
@@ -28,13 +27,13 @@ def nucleus(logits_RV: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
         if not bool(short_R.any()):
             break
         # Below this bound the mass suffices but for rounding; a row that is still short then takes everything.
-        bound_R = (1.0 - top_p_R) / (2 * logits_RV.shape[-1])
+        bound_R = (1.0 - top_p_R) / (2 * probabilities_RV.shape[-1])
         lower_R = torch.where(threshold_R > bound_R, bound_R, 0.0)
         threshold_R = torch.where(short_R, lower_R, threshold_R)
     count_R = rows_N.bincount(minlength=len(top_p_R))
     # Every row's candidates side by side, in ascending id: a stable sort then breaks ties by id.
     place_N = torch.arange(len(rows_N), device=rows_N.device) - (count_R.cumsum(0) - count_R)[rows_N]
-    weights_RK = logits_RV.new_zeros(len(top_p_R), int(count_R.max()), dtype=torch.float64)
+    weights_RK = probabilities_RV.new_zeros(len(top_p_R), int(count_R.max()), dtype=torch.float64)
     ids_RK = torch.zeros_like(weights_RK, dtype=torch.int64)
     weights_RK[rows_N, place_N] = found_N
     ids_RK[rows_N, place_N] = ids_N

@@ -24,7 +24,7 @@ def by_sorting(logits_V: Tensor, top_p: float) -> list[tuple[float, int]]:
 
 
 def found(logits_RV: Tensor, top_p: list[float]) -> list[list[tuple[float, int]]]:
-    weights, ids = nucleus(logits_RV, torch.tensor(top_p))
+    weights, ids = nucleus(logits_RV.float().softmax(-1), torch.tensor(top_p))
     rows = []
     for row, tokens in zip(weights.tolist(), ids.tolist(), strict=True):
         inside = [(weight, token) for weight, token in zip(row, tokens, strict=True) if weight > 0]
@@ -57,7 +57,7 @@ def test_a_coin_at_any_edge_draws_what_the_sorted_reference_draws(spread: float)
         for row in kept:
             edges = torch.tensor([mass for mass, _ in row]).double().cumsum(0)
             coins.append(min(float(edges[int(place * (len(edges) - 1))] / edges[-1]), LAST_COIN))
-        weights, ids = nucleus(logits, torch.full((7,), 0.9))
+        weights, ids = nucleus(logits.softmax(-1), torch.full((7,), 0.9))
         drawn = ids.gather(1, draw(weights, torch.tensor(coins, dtype=torch.float64))[:, None]).squeeze(1).tolist()
         for row, coin, token in zip(kept, coins, drawn, strict=True):
             cumulative = torch.tensor([mass for mass, _ in row], dtype=torch.float64).cumsum(0)
@@ -83,7 +83,7 @@ def test_flat_row_takes_thousands_and_a_peaked_one_is_cut_to_a_few() -> None:
     flat = random_rows(50_000, spread=0.01)[:1]
     assert len(found(flat, [0.95])[0]) == len(by_sorting(flat[0], 0.95)) > FEW
     peaked = random_rows(50_000, spread=4.0)[:2]
-    weights, _ = nucleus(peaked, torch.tensor([0.9, 0.8]))
+    weights, _ = nucleus(peaked.softmax(-1), torch.tensor([0.9, 0.8]))
     assert weights.shape[1] < 1000
 
 
