@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.models.errors import UserError, nearest
 from eyas.scripts.bench_methods import PLAIN, Compared, compared_methods
 from eyas.scripts.decoding import (
     DtypeOption,
@@ -67,24 +66,22 @@ def run(
     sampling, sizes = check_sampling(temperature, 0, top_p, seed), tuple(batches or [1])
     reporter = Reporter(quiet=as_json)
     compared = compared_methods(
-        head, target, draft_model=draft_model, trees=trees, prompts=prompts, per_set=per_set, batch=max(sizes),
-        dtype=dtype, device=device, kv_dtype=kv_dtype, vllm_python=vllm_python, max_new_tokens=max_new_tokens,
-        greedy=temperature == 0, reporter=reporter,
+        head, target, draft_model=draft_model, trees=trees, only=only, prompts=prompts, per_set=per_set,
+        batch=max(sizes), dtype=dtype, device=device, kv_dtype=kv_dtype, vllm_python=vllm_python,
+        max_new_tokens=max_new_tokens, greedy=temperature == 0, reporter=reporter,
     )  # fmt: skip
-    methods = compared.methods
-    if unknown := set(only or ()) - set(methods):
-        name = min(unknown)
-        raise UserError(f"--method {name!r} is none of {', '.join(methods)}.{nearest(name, methods)}")
-    methods = {name: method for name, method in methods.items() if only is None or name in (PLAIN, *only)}
     plan = BenchPlan(sizes, max_new_tokens, compared.runtime.stop_ids, sampling)
     try:
         with reporter.bar("tok") as bar:
             entries = bench_decoding(
-                methods, compared.sets, plan, lambda done, total, tokens: bar.update("decoding", done, total, tokens)
+                compared.methods,
+                compared.sets,
+                plan,
+                lambda done, total, tokens: bar.update("decoding", done, total, tokens),
             )
     finally:
         compared.close()
-    order = list(methods)
+    order = list(compared.methods)
     entries.sort(key=lambda entry: (entry.batch, entry.prompt_set, order.index(entry.method)))
     if as_json:
         typer.echo(json.dumps(_report(head, compared, entries, dtype=dtype, kv_dtype=kv_dtype), indent=2))

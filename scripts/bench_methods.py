@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eyas.models.errors import UserError, nearest
 from eyas.scripts.decoding import Costs, Runtime, head_calibration, head_card, head_folder, load_runtime
 from eyas.scripts.tree_option import parse_tree
 
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
     from eyas.inference.latency import LatencyTable
     from eyas.train.progress import Reporter
 
-PLAIN, LOOKUP, MODEL_DEPTH, VLLM_DEPTH = "plain", 8, 5, 5
+LOOKUP, MODEL_DEPTH, VLLM_DEPTH = 8, 5, 5
+PLAIN, PROMPT_LOOKUP, SMALL_MODEL = "plain", "lookup", "draft model"
+LIBRARY, LIBRARY_LOOKUP, VLLM, VLLM_CHAIN = "transformers", "transformers lookup", "vllm", f"vllm chain:{VLLM_DEPTH}"
 TREES = ["chain:5", "static", "dynamic:5,8,16"]
 EIGHT_NODES = ["chain:8", "dynamic:8,8,8", "dynamic:8,8,8,calibrated"]
 CALIBRATED_TREES = [*EIGHT_NODES, "auto:head", "auto"]
@@ -22,7 +25,7 @@ Sets = dict[str, list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Everything a comparison needs: the methods by name, plain decoding first, and what they were made of."""
+    """Everything a comparison needs: the asked methods by name, plain decoding first, and what they were made of."""
 
     methods: "dict[str, Method]"
     runtime: Runtime
@@ -44,6 +47,7 @@ def compared_methods(
     *,
     draft_model: str | None,
     trees: list[str] | None,
+    only: list[str] | None,
     prompts: str,
     per_set: int,
     batch: int,
@@ -55,7 +59,11 @@ def compared_methods(
     greedy: bool,
     reporter: "Reporter",
 ) -> Compared:
-    """Return the methods on the prompts; raises UserError where head, target, trees or prompts do not fit."""
+    """Return the methods (`only` some of them beside plain) on the prompts.
+
+    Raises UserError where head, target, trees or prompts do not fit, and for an unknown method before anything is
+    loaded or timed.
+    """
     from eyas.inference.decode_bench import EngineMethod
     from eyas.inference.eagle_drafter import EagleDrafter
     from eyas.inference.engine import Engine
@@ -66,6 +74,14 @@ def compared_methods(
     folder = head_folder(head)
     card = head_card(folder)
     asked = [parse_tree(text) for text in trees or [*TREES, *(CALIBRATED_TREES if "calibration" in card else [])]]
+    served = folder if greedy else None
+    names = method_names(
+        trees=[one.text for one in asked] if folder is not None else [], draft_model=draft_model is not None,
+        vllm=vllm_python is not None, vllm_head=served is not None,
+    )  # fmt: skip
+    if unknown := set(only or ()) - set(names):
+        name = min(unknown)
+        raise UserError(f"--method {name!r} is none of {', '.join(names)}.{nearest(name, names)}")
     first = next((one.text for one in asked if not one.is_auto), TREES[-1])
     runtime = load_runtime(head, target, first, dtype=dtype, device=device, kv_dtype=kv_dtype)
     loaded, drafter, kept = runtime.engine.target, runtime.engine.drafter, runtime.engine.kv_dtype
@@ -79,10 +95,10 @@ def compared_methods(
     def ours(way: Any) -> EngineMethod:
         return EngineMethod(Engine(loaded, drafter=way, batch=batch, kv_dtype=kept), latency)
 
-    methods: dict[str, Method] = {PLAIN: ours(None), "lookup": ours(PromptLookup(LOOKUP, 3))}
+    methods: dict[str, Method] = {PLAIN: ours(None), PROMPT_LOOKUP: ours(PromptLookup(LOOKUP, 3))}
     if draft_model is not None:
         small = Target.load(draft_model, dtype=loaded.dtype, device=str(loaded.device)).pack(rows=1)
-        methods["draft model"] = ours(ModelDrafter(small, MODEL_DEPTH))
+        methods[SMALL_MODEL] = ours(ModelDrafter(small, MODEL_DEPTH))
     if isinstance(drafter, EagleDrafter):
         assert latency is not None
         table = latency
@@ -96,9 +112,17 @@ def compared_methods(
     methods |= _library(runtime, dtype)
     if vllm_python is not None:
         longest = max(len(prompt) for taken in sets.values() for prompt in taken) + max_new_tokens
-        served = folder if greedy else None
         methods |= _vllm(vllm_python, runtime.target, served, dtype=dtype, batch=batch, longest=longest)
+    assert list(methods) == names
+    methods = {name: method for name, method in methods.items() if only is None or name in (PLAIN, *only)}
     return Compared(methods, runtime, sets, latency)
+
+
+def method_names(*, trees: list[str], draft_model: bool, vllm: bool, vllm_head: bool) -> list[str]:
+    """Return the names of all methods that the arguments make, in the table's order; `trees` are those of a head."""
+    small = [SMALL_MODEL] if draft_model else []
+    engine = [VLLM, *([VLLM_CHAIN] if vllm_head else [])] if vllm else []
+    return [PLAIN, PROMPT_LOOKUP, *small, *dict.fromkeys(trees), LIBRARY, LIBRARY_LOOKUP, *engine]
 
 
 def read_sets(runtime: Runtime, prompts: str, per_set: int) -> Sets:
@@ -123,7 +147,7 @@ def _library(runtime: Runtime, dtype: str) -> "dict[str, Method]":
 
     untouched: Any = AutoModelForCausalLM.from_pretrained(resolve_model(runtime.target), dtype=getattr(torch, dtype))
     untouched = untouched.to(runtime.engine.target.device).eval()
-    return {"transformers": LibraryMethod(untouched), "transformers lookup": LibraryMethod(untouched, lookup=LOOKUP)}
+    return {LIBRARY: LibraryMethod(untouched), LIBRARY_LOOKUP: LibraryMethod(untouched, lookup=LOOKUP)}
 
 
 def _vllm(python: Path, target: str, head: Path | None, *, dtype: str, batch: int, longest: int) -> "dict[str, Method]":
@@ -134,9 +158,9 @@ def _vllm(python: Path, target: str, head: Path | None, *, dtype: str, batch: in
     from eyas.train.vllm_decoding import VllmMethod
 
     folder = resolve_model(target)
-    methods: dict[str, Method] = {"vllm": VllmMethod(python, target=folder, dtype=dtype, batch=batch, longest=longest)}
+    methods: dict[str, Method] = {VLLM: VllmMethod(python, target=folder, dtype=dtype, batch=batch, longest=longest)}
     if head is not None:
-        methods[f"vllm chain:{VLLM_DEPTH}"] = VllmMethod.with_head(
+        methods[VLLM_CHAIN] = VllmMethod.with_head(
             python, target=folder, head=str(head), method=VLLM_METHODS[read_head_files(head).method],
             depth=VLLM_DEPTH, dtype=dtype, longest=longest,
         )  # fmt: skip

@@ -136,13 +136,9 @@ def test_a_comparison_of_everything_on_a_calibrated_head(eyas: Eyas, head: Path)
     assert code == 0
     assert "mixed (3)" in out
     assert "chain" not in out
-    for arguments, message in (
-        (("--batch", 5), "a batch of 5 needs as many prompts; there are 4"),
-        (("--method", "plian"), "Did you mean 'plain'?"),
-    ):
-        code, _, err = eyas(*bench, *arguments)
-        assert code == 2
-        assert message in " ".join(err.split())
+    code, _, err = eyas(*bench, "--batch", 5)
+    assert code == 2
+    assert "a batch of 5 needs as many prompts; there are 4" in " ".join(err.split())
 
 
 def test_hashes_tell_prompts_apart() -> None:
