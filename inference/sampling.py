@@ -55,8 +55,8 @@ def probabilities(logits_RV: Tensor, samplings: list[Sampling]) -> Tensor:
         top_p = torch.tensor([samplings[r].top_p for r in cut], dtype=torch.float64, device=device)
         whole = p_RV[cut]
         weights_RK, ids_RK = nucleus(whole, top_p)
-        kept = torch.zeros_like(whole).scatter_add_(1, ids_RK, weights_RK)  # behind a nucleus stands id 0, weighing 0
-        p_RV[cut] = kept / weights_RK.sum(-1, keepdim=True)
+        weights_RK /= weights_RK.sum(-1, keepdim=True)
+        p_RV[cut] = whole.zero_().scatter_add_(1, ids_RK, weights_RK)  # behind a nucleus stands id 0, weighing 0
     return p_RV
 
 
