@@ -122,7 +122,7 @@ def test_a_comparison_of_everything_on_a_calibrated_head(eyas: Eyas, head: Path)
     found = {(row["method"], row["prompt_set"]): row for row in report["results"]}
     assert {name for name, _ in found} == {
         "plain", "lookup", "chain:5", "static", "dynamic:5,8,16", "chain:8", "dynamic:8,8,8",
-        "dynamic:8,8,8,calibrated", "auto", "transformers", "transformers lookup",
+        "dynamic:8,8,8,calibrated", "auto:head", "auto", "transformers", "transformers lookup",
     }  # fmt: skip
     assert all(row["same"] == row["prompts"] == 2 for row in report["results"])
     plain, tree = found["plain", "a"]["efficiency"], found["dynamic:8,8,8", "a"]
