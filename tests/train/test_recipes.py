@@ -19,6 +19,7 @@ from eyas.train.plan import advice, human
 from eyas.train.progress import Reporter
 from eyas.train.recipe import Recipe
 from eyas.train.recipe_io import bundled_recipes, load_recipe
+from eyas.train.stage_evaluate import COST_AWARE
 
 RECIPES = bundled_recipes()
 FAMILY_OF = {name: (target.text["model_type"], target.template) for name, target in TARGETS.items()}
@@ -136,7 +137,8 @@ def test_a_recipe_runs_to_its_end_on_a_tiny_target_of_its_architecture(
     assert trained["best_validation_tau"] == max(point["tau"] for point in trained["history"])
 
     greedy = [entry for entry in summary["results"]["evaluate"]["results"] if entry["temperature"] == 0]
-    assert {entry["method"] for entry in greedy} == {"plain", "chain", "tree"}
+    cost_aware = set() if recipe.evaluate.auto is None else {COST_AWARE}
+    assert {entry["method"] for entry in greedy} == {"plain", "chain", "tree", *cost_aware}
     for entry in greedy:
         assert entry["identical_to_plain"] == entry["prompts"], entry["differences"]
     (tree,) = (entry for entry in greedy if (entry["method"], entry["prompt_set"]) == ("tree", "all"))
