@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eyas.inference.budget import Floats
 from eyas.inference.copies import Copy
+from eyas.inference.draft import Columns
 
 Ints = NDArray[np.int64]
 SURE = 1.0 - 1e-9
@@ -33,7 +33,7 @@ class CandidatePool:
     head_RP: Floats
 
     @classmethod
-    def of(cls, columns: tuple[Tensor, Tensor, Tensor, Tensor], trust_R: list[float]) -> "CandidatePool":
+    def of(cls, columns: Columns, trust_R: list[float]) -> "CandidatePool":
         """Return the pool of a head's candidates; `trust_R`, at most 1, corrects every step of each row's paths."""
         tokens, parents, depths, scores = (column.cpu().numpy() for column in columns)
         head_RP = scores.astype(np.float64)

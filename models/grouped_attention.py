@@ -1,7 +1,7 @@
 """Attention under a mask with grouped heads: several heads of queries read one head of keys.
 
 On a CPU the queries of a group are laid side by side as rows of one head, so every key is read once instead of once
-per query head: 1.1 to 5 times faster for the few rows of a round (docs/log.md).
+per query head, which is what the few rows of a round cost.
 """
 
 import torch.nn.functional as F

@@ -52,12 +52,10 @@ def model_card(files: HeadFiles, *, repo: str, target: str, licence: str | None)
 
 
 def _contexts(by_context: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries of the last speculative method (the tree) at the lowest temperature."""
-    if not by_context:
-        return []
-    coldest = min(entry["temperature"] for entry in by_context)
-    name = max(entry["method"] for entry in by_context)
-    return [entry for entry in by_context if (entry["method"], entry["temperature"]) == (name, coldest)]
+    """Return the entries of the tree, which copies nothing from the text, at the lowest temperature."""
+    of_tree = [entry for entry in by_context if entry["method"] == "tree"]
+    coldest = min((entry["temperature"] for entry in of_tree), default=None)
+    return [entry for entry in of_tree if entry["temperature"] == coldest]
 
 
 def _metadata(files: HeadFiles, rows: list[dict[str, Any]], *, repo: str, target: str, licence: str | None) -> str:

@@ -2,7 +2,12 @@
 
 from eyas.inference.calibration import UNCHANGED, Calibration, TemperatureFit
 from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.latency import LatencyTable, RowsLatency
+from eyas.inference.request import Generation
+from eyas.inference.sampling import Sampling
+from eyas.models.draft_head import DraftHead
+from eyas.models.target import Target
 
 PLAIN = 10.0  # seconds of a plain round
 
@@ -29,3 +34,20 @@ FREE = CostAwareTree(4, 3, 11, unchanged(), costs(feed=1e-6), ngram=0)  # drafts
 WHOLE = CostAwareTree(4, 3, 30, unchanged(), costs(feed=1e-6), ngram=0)  # and may take all there is
 # Its drafts cost more than they ever bring.
 DEAR = CostAwareTree(4, 3, 11, unchanged(), costs(node=10 * PLAIN, feed=PLAIN), ngram=0)
+
+
+def generate_ragged(
+    target: Target,
+    prompts: list[tuple[int, ...]],
+    head: DraftHead,
+    maker: CostAwareTree,
+    *,
+    temperature: float,
+    count: int = 80,
+) -> list[Generation]:
+    """Return the generations of some prompts, two side by side, each 20 tokens shorter than the one before."""
+    requests = [
+        GenerationRequest(prompt, count - 20 * number, sampling=Sampling(temperature, seed=number))
+        for number, prompt in enumerate(prompts)
+    ]
+    return Engine(target, head, maker, batch=2).generate(requests)

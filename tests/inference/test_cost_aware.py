@@ -11,7 +11,7 @@ from eyas.inference.request import Generation
 from eyas.inference.sampling import Sampling
 from eyas.models.draft_head import DraftHead
 from eyas.models.errors import UserError
-from eyas.tests.inference.costs import DEAR, FREE, PLAIN, costs, unchanged
+from eyas.tests.inference.costs import DEAR, FREE, PLAIN, costs, generate_ragged, unchanged
 from eyas.tests.inference.heads import THREE, counted_steps, fixed_head, greedy, random_prompt, soften, table_head
 from eyas.tests.toys import tiny_head, tiny_target
 
@@ -28,12 +28,8 @@ BELIEVING = CostAwareTree(5, 3, 9, unchanged(), costs(node=1.0, feed=0.5, level=
 MAKERS = {"free": FREE, "likely": LIKELY, "dear": DEAR}
 
 
-def generate(head: DraftHead, maker: CostAwareTree, *, temperature: float = 0.0, count: int = 80) -> list[Generation]:
-    requests = [
-        GenerationRequest(prompt, count - 20 * number, sampling=Sampling(temperature, seed=number))
-        for number, prompt in enumerate(PROMPTS)
-    ]
-    return Engine(TARGET, head, maker, batch=2).generate(requests)
+def generate(head: DraftHead, maker: CostAwareTree, *, temperature: float = 0.0) -> list[Generation]:
+    return generate_ragged(TARGET, PROMPTS, head, maker, temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

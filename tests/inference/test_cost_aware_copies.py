@@ -12,7 +12,7 @@ from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.request import Generation
 from eyas.inference.sampling import Sampling
 from eyas.models.draft_head import DraftHead
-from eyas.tests.inference.costs import FREE, PLAIN, costs, unchanged
+from eyas.tests.inference.costs import FREE, PLAIN, costs, generate_ragged, unchanged
 from eyas.tests.inference.heads import THREE, counted_steps, fixed_head, greedy, random_prompt, soften, table_head
 from eyas.tests.toys import tiny_head, tiny_target
 
@@ -31,11 +31,7 @@ DEAR_HEAD = CostAwareTree(4, 3, 9, unchanged(0.9), costs(node=0.3, feed=2 * PLAI
 
 
 def generate(head: DraftHead, maker: CostAwareTree, *, temperature: float = 0.0) -> list[Generation]:
-    requests = [
-        GenerationRequest(prompt, 80 - 20 * number, sampling=Sampling(temperature, seed=number))
-        for number, prompt in enumerate(PROMPTS)
-    ]
-    return Engine(TARGET, head, maker, batch=2).generate(requests)
+    return generate_ragged(TARGET, PROMPTS, head, maker, temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
