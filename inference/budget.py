@@ -5,7 +5,6 @@ average, because a node is accepted only below accepted parents and the bonus co
 tree: a child is never likelier than its parent.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,17 +31,19 @@ def expected_gains(log_p_RP: Floats, *, most: int) -> Floats:
 
     `log_p_RP` are log-probabilities of acceptance of whole paths. n is `most` or all candidates.
     """
-    likely_RP = -np.sort(-np.exp(log_p_RP), axis=1)[:, :most]
-    return np.concatenate((np.zeros((len(likely_RP), 1)), likely_RP.cumsum(1)), axis=1)
+    likely_RP = np.sort(np.exp(log_p_RP), axis=1)[:, : -most - 1 : -1]
+    gains_RN = np.zeros((len(likely_RP), likely_RP.shape[1] + 1))
+    likely_RP.cumsum(1, out=gains_RN[:, 1:])
+    return gains_RN
 
 
-def best_budget(gains_RN: Floats, verify_N: Sequence[float], drafting: float) -> Budget:
+def best_budget(gains_RN: Floats, verify_N: Floats, drafting: float) -> Budget:
     """Return the budget of the highest rate, the smallest of equal ones.
 
     `verify_N[n]` are the seconds of a target forward with n nodes below every root, `drafting` those already spent.
     """
     count = min(gains_RN.shape[1], len(verify_N))
     tokens_N = len(gains_RN) + gains_RN[:, :count].sum(0)
-    seconds_N = drafting + np.asarray(verify_N[:count])
+    seconds_N = drafting + verify_N[:count]
     best = int((tokens_N / seconds_N).argmax())  # the first of equals
     return Budget(best, float(tokens_N[best]), float(seconds_N[best]))

@@ -47,16 +47,22 @@ class Curve:
 
     def log_accept(self, log_q: Tensor) -> Tensor:
         """Return log P(accepted | parent accepted) for log-probabilities of the head (at most 0), in fp32."""
-        x_M, y_M = (knots.to(log_q.device) for knots in self._knots)
+        ends_M, lines_M3 = (part.to(log_q.device) for part in self._lines)
         x = log_q.float().clamp(max=0.0)
-        right = torch.searchsorted(x_M, x.contiguous()).clamp(1, len(x_M) - 1)
-        x0, y0 = x_M[right - 1], y_M[right - 1]
-        inside = y0 + (y_M[right] - y0) * (x - x0) / (x_M[right] - x0)
-        return torch.where(x < x_M[0], y_M[0] + x - x_M[0], inside) + ORDER * x
+        x0, y0, slope = lines_M3[torch.searchsorted(ends_M, x.contiguous())].unbind(-1)
+        return torch.addcmul(y0, slope, x - x0)
 
     @cached_property
-    def _knots(self) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.scores), torch.tensor(self.accepted).log()
+    def _lines(self) -> tuple[Tensor, Tensor]:
+        """Return where each line of the curve ends but the last, and (x, y, slope) of all: below the first score, then
+        between one and the next. ORDER is in them.
+        """
+        x_M = torch.tensor(self.scores, dtype=torch.float64)
+        y_M = torch.tensor(self.accepted, dtype=torch.float64).log()
+        slope_M = torch.cat((torch.ones(1, dtype=torch.float64), y_M.diff() / x_M.diff())) + ORDER
+        begin_M = torch.cat((torch.zeros(1, dtype=torch.int64), torch.arange(len(x_M) - 1)))
+        lines_M3 = torch.stack((x_M[begin_M], (y_M + ORDER * x_M)[begin_M], slope_M), dim=1)
+        return x_M[:-1].float(), lines_M3.float()
 
 
 UNCHANGED = Curve((-10.0, 0.0), (math.exp(-10.0), 1.0))  # accepted as often as the head says

@@ -4,6 +4,7 @@ Parents stand before their children: the head's candidates come level by level, 
 Exactly one child of a node can be right, so what a copied token gains its siblings lose, and with them all below them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,8 @@ from numpy.typing import NDArray
 
 from eyas.inference.budget import Floats
 from eyas.inference.copies import Copy
-from eyas.inference.draft import Columns
+from eyas.inference.draft import Columns, Ints
 
-Ints = NDArray[np.int64]
 SURE = 1.0 - 1e-9
 
 
@@ -53,7 +53,9 @@ class CandidatePool:
             return self
 
         def widened(column: NDArray[Any], value: float) -> NDArray[Any]:
-            return np.pad(column, ((0, 0), (0, width)), constant_values=value)
+            wide = np.empty((len(column), column.shape[1] + width), dtype=column.dtype)
+            wide[:, : column.shape[1]], wide[:, column.shape[1] :] = column, value
+            return wide
 
         tokens, parents, depths = widened(self.tokens_RP, 0), widened(self.parents_RP, -1), widened(self.depths_RP, 1)
         log_p, head = widened(self.log_p_RP, -np.inf), widened(self.head_RP, -np.inf)
@@ -70,38 +72,36 @@ class CandidatePool:
         only what the head's child would add to it counts.
         """
         below_RK = np.take_along_axis(self.log_p_RP, frontier_RK, axis=1) + step_R1
-        copied = self.head_RP == -np.inf
-        if copied.any():
-            for r, k in zip(*np.nonzero(np.isfinite(below_RK)), strict=True):
-                goes_on = copied[r] & (self.parents_RP[r] == frontier_RK[r, k])
-                more = np.exp(below_RK[r, k]) - np.exp(self.log_p_RP[r, goes_on]).sum()
-                below_RK[r, k] = np.log(more) if more > 0 else -np.inf
+        for r, place in np.argwhere((self.head_RP == -np.inf) & (self.log_p_RP > -np.inf)):
+            for k in np.flatnonzero(frontier_RK[r] == self.parents_RP[r, place]):
+                more = math.exp(below_RK[r, k]) - math.exp(self.log_p_RP[r, place])
+                below_RK[r, k] = math.log(more) if more > 0 else -np.inf
         return below_RK
 
 
 def _add(copy: Copy, P: int, tokens_P: Ints, parents_P: Ints, depths_P: Ints, log_p_P: Floats) -> None:
     """Add a copy to one row in place; its first P candidates are the head's, room for the copy's own lies behind."""
-    steps_P = log_p_P[:P] - np.where(parents_P[:P] < 0, 0.0, log_p_P[parents_P[:P]])
+    tokens, parents, log_p = tokens_P[:P].tolist(), parents_P[:P].tolist(), log_p_P[:P].tolist()
+    steps = [own - (log_p[parent] if parent >= 0 else 0.0) for own, parent in zip(log_p, parents, strict=True)]
     node, own, here = -1, P, 0.0
     for step, token in enumerate(copy.tokens):
-        children = np.flatnonzero(parents_P[:P] == node) if node < P else np.empty(0, dtype=np.int64)
-        if len(children) == 0:
-            rate, known = copy.unasked(step), np.empty(0, dtype=np.int64)
+        children = [place for place in range(P) if parents[place] == node]
+        known = next((child for child in children if tokens[child] == token), None)
+        if not children:
+            rate = copy.unasked(step)
         else:
-            best = children[steps_P[children].argmax()]
-            known = children[tokens_P[children] == token]
-            p = float(np.exp(steps_P[known[0]])) if len(known) else 0.0
-            rate = copy.beside(step, best=bool(len(known)) and known[0] == best, p=p)
-            left = np.log((1.0 - min(rate, SURE)) / (1.0 - min(p, SURE)))
-            steps_P[children] += min(left, 0.0)
-        here += float(np.log(rate))
-        if len(known):
-            node = int(known[0])
-            steps_P[node] = np.log(rate)
+            best = max(children, key=steps.__getitem__)  # the first of equals
+            p = 0.0 if known is None else math.exp(steps[known])
+            rate = copy.beside(step, best=known == best, p=p)
+            left = min(math.log((1.0 - min(rate, SURE)) / (1.0 - min(p, SURE))), 0.0)
+            for child in children:
+                steps[child] += left
+        here += math.log(rate)
+        if known is not None:
+            node, steps[known] = known, math.log(rate)
             continue
         tokens_P[own], parents_P[own], depths_P[own], log_p_P[own] = token, node, step + 1, here
         node, own = own, own + 1
-    for depth in range(1, int(depths_P[:P].max(initial=0)) + 1):
-        level = np.flatnonzero(depths_P[:P] == depth)
-        above_P = np.where(parents_P[level] < 0, 0.0, log_p_P[parents_P[level]])
-        log_p_P[level] = above_P + steps_P[level]
+    for place, (parent, likely) in enumerate(zip(parents, steps, strict=True)):
+        log_p[place] = likely + (log_p[parent] if parent >= 0 else 0.0)
+    log_p_P[:P] = log_p

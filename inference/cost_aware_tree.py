@@ -4,38 +4,37 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from eyas.inference.budget import Budget, best_budget, expected_gains
+from eyas.inference.budget import Budget, Floats, best_budget, expected_gains
 from eyas.inference.calibration import Calibration
 from eyas.inference.candidate_pool import CandidatePool
 from eyas.inference.copies import NGRAM, Copy
-from eyas.inference.draft import Columns, DynamicTree, HeadState, best_candidates, trees_of
+from eyas.inference.draft import Columns, DynamicTree, HeadState, best_candidates, tree_of
 from eyas.inference.latency import LatencyTable
+from eyas.inference.sampling import Sampling
 from eyas.inference.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class PricedTree:
-    """A tree, how many drafts of it should be accepted, and what the head's own scores promise of the nodes it drew.
+    """A tree, and how many acceptances the head's own scores promise of the nodes it drew.
 
     `of_head_N`: whether a node (the root is none) was among the head's candidates.
     """
 
     tree: DraftTree
-    expected: float
     promised: float
     of_head_N: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class PricedRound:
-    """The trees of all rows and the round's seconds; `alone`: tokens per second of the best round without the head."""
+    """The trees of all rows, the round's seconds, and the best budget that there was without the head."""
 
     rows: list[PricedTree]
     seconds: float
-    alone: float
+    without: Budget
 
 
 @dataclass(frozen=True)
@@ -75,60 +74,84 @@ class CostAwareTree:
 
     def make(self, state: HeadState, roots: list[int]) -> list[DraftTree]:
         """Return the trees of rows of which nothing is known."""
-        priced = self.price(state, roots, [1.0] * len(roots), [None] * len(roots))
-        return [row.tree for row in priced.rows]
+        pricing = Pricing(self, state.samplings, [1.0] * len(roots), [None] * len(roots))
+        return [row.tree for row in pricing.draw(state, roots).rows]
 
-    def price(
-        self, state: HeadState, roots: list[int], trust_R: list[float], copies_R: list[Copy | None]
-    ) -> PricedRound:
-        """Return the trees that pay best; `trust_R`, at most 1, corrects every step of the head's paths by a factor."""
-        R = len(roots)
-        trust_R1 = np.asarray(trust_R)[:, None]
-        temperatures = [sampling.temperature for sampling in state.samplings]
-
-        def pays(columns: Columns, frontier_RK: Tensor) -> bool:
-            pool = CandidatePool.of(columns, trust_R).with_copies(copies_R)
-            levels = int(columns[2].max())
-            hits_R1 = np.asarray(self.calibration.hit_rates(levels + 1, temperatures))[:, None]
-            promised_RK = pool.promised(frontier_RK.cpu().numpy(), np.log(hits_R1 * trust_R1))
-            here = self._budget(pool.log_p_RP, R, levels)
-            there = self._budget(np.concatenate((pool.log_p_RP, promised_RK), axis=1), R, levels + 1)
-            return there.rate > here.rate
-
-        columns = self.shape.candidates(state, pays)
-        pool = CandidatePool.of(columns, trust_R).with_copies(copies_R)
-        chosen = self._budget(pool.log_p_RP, R, int(columns[2].max()))
-        copied = CandidatePool.empty(R).with_copies(copies_R)
-        alone = self._budget(copied.log_p_RP, R, 0)
-        return PricedRound(_trees(roots, pool, chosen.nodes), chosen.seconds, alone.rate)
-
-    def copy(self, roots: list[int], copies_R: list[Copy | None]) -> list[DraftTree]:
-        """Return the copies, or as much of them as pays: drafting that costs nothing."""
-        pool = CandidatePool.empty(len(roots)).with_copies(copies_R)
-        chosen = self._budget(pool.log_p_RP, len(roots), 0)
-        return [row.tree for row in _trees(roots, pool, chosen.nodes)]
-
-    def _budget(self, log_p_RP: np.ndarray, rows: int, levels: int) -> Budget:
+    def budget(self, log_p_RP: np.ndarray, rows: int, levels: int) -> Budget:
         """Return the best budget of some candidates; without levels of the head nothing is fed or drawn."""
         verify_N = self.latency.verify_seconds(rows)[: self.max_nodes]
         drafting = self.latency.draft_seconds(rows, levels) if levels else 0.0
         return best_budget(expected_gains(log_p_RP, most=len(verify_N) - 1), verify_N, drafting)
 
 
+class Pricing:
+    """What is known of a round: at first the copies of the text, then the head's candidates, and the best budget."""
+
+    def __init__(
+        self, tree: CostAwareTree, samplings: list[Sampling], trust_R: list[float], copies_R: list[Copy | None]
+    ) -> None:
+        """`trust_R`, at most 1, corrects every step of the head's paths by a factor."""
+        self.tree = tree
+        self.temperatures = [sampling.temperature for sampling in samplings]
+        self.trust_R = trust_R
+        self.copies_R = copies_R
+        self.levels = 0  # of the head
+        self.pool = CandidatePool.empty(len(trust_R)).with_copies(copies_R)
+        self.best = self.without = tree.budget(self.pool.log_p_RP, len(trust_R), 0)
+
+    def asks_the_head(self) -> bool:
+        """Return whether the head should be fed and asked, knowing the copies: where there is none, it always is.
+
+        It adds what is likely where a copy's first token is wrong: its own best child, and the best below that.
+        """
+        if not any(self.copies_R):
+            return True
+        first_R, second_R = (self._hits(depth) for depth in (1, 2))
+        wrong_R = np.array([1.0 - copy.unasked(0) if copy else 1.0 for copy in self.copies_R])
+        tokens = self.without.tokens + float((wrong_R * first_R * (1.0 + second_R)).sum())
+        drafting = self.tree.latency.draft_seconds(len(self.trust_R), 1)
+        return tokens / (self.without.seconds + drafting) >= self.without.rate
+
+    def copy(self, roots: list[int]) -> list[DraftTree]:
+        """Return the copies, or as much of them as pays: drafting that costs nothing."""
+        return [row.tree for row in _trees(roots, self.pool, self.without.nodes)]
+
+    def draw(self, state: HeadState, roots: list[int]) -> PricedRound:
+        """Return the trees that pay best."""
+        self.look_at(self.tree.shape.candidates(state, self.goes_on))
+        return PricedRound(_trees(roots, self.pool, self.best.nodes), self.best.seconds, self.without)
+
+    def look_at(self, columns: Columns) -> None:
+        """Judge all candidates, if there is a level among them that was not judged yet."""
+        levels = int(columns[2][0, -1])
+        if levels > self.levels:
+            self.levels = levels
+            self.pool = CandidatePool.of(columns, self.trust_R).with_copies(self.copies_R)
+            self.best = self.tree.budget(self.pool.log_p_RP, len(self.trust_R), levels)
+
+    def goes_on(self, columns: Columns, frontier_RK: Tensor) -> bool:
+        """Return whether a level more promises a higher rate."""
+        self.look_at(columns)
+        deeper = self.levels + 1
+        promised_RK = self.pool.promised(frontier_RK.cpu().numpy(), np.log(self._hits(deeper))[:, None])
+        log_p_RP = np.concatenate((self.pool.log_p_RP, promised_RK), axis=1)
+        return self.tree.budget(log_p_RP, len(self.trust_R), deeper).rate > self.best.rate
+
+    def _hits(self, depth: int) -> Floats:
+        """Return each row's rate at which the best child at a depth is accepted below an accepted parent."""
+        return np.asarray(self.tree.calibration.hit_rates(depth, self.temperatures)) * self.trust_R
+
+
 def _trees(roots: list[int], pool: CandidatePool, nodes: int) -> list[PricedTree]:
     """Return every row's tree of so many nodes, fewer where a row has no more candidates."""
     if nodes == 0:
-        return [PricedTree(DraftTree.root(root), 0.0, 0.0, (False,)) for root in roots]
-    log_p_RP = torch.from_numpy(pool.log_p_RP)
-    chosen_RC = best_candidates(log_p_RP, nodes)
-    counts_R = log_p_RP.gather(1, chosen_RC).isfinite().sum(1).tolist()
-    tokens, parents, depths = (torch.from_numpy(x) for x in (pool.tokens_RP, pool.parents_RP, pool.depths_RP))
+        return [PricedTree(DraftTree.root(root), 0.0, (False,)) for root in roots]
     found = []
-    for r, count in enumerate(counts_R):
-        own, chosen_1C = slice(r, r + 1), chosen_RC[r : r + 1, :count]
-        (tree,) = trees_of([roots[r]], (tokens[own], parents[own], depths[own], log_p_RP[own]), chosen_1C)
-        head_C = pool.head_RP[r, chosen_1C[0].numpy()]
+    for r, best_C in enumerate(best_candidates(pool.log_p_RP, nodes)):
+        chosen_C = best_C[pool.log_p_RP[r, best_C] > -np.inf]
+        columns = (pool.tokens_RP[r], pool.parents_RP[r], pool.depths_RP[r], pool.log_p_RP[r])
+        tree = tree_of(roots[r], *columns, chosen_C=chosen_C)
+        head_C = pool.head_RP[r, chosen_C]
         of_head_N = (False, *np.isfinite(head_C).tolist())
-        expected = float(tree.scores_N[1:].exp().sum())
-        found.append(PricedTree(tree, expected, float(np.exp(head_C).sum()), of_head_N))
+        found.append(PricedTree(tree, float(np.exp(head_C).sum()), of_head_N))
     return found

@@ -9,9 +9,11 @@ A static tree (EAGLE-1) has the same shape in every round: see `static_tree.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.inference.calibration import Calibration
@@ -157,6 +159,8 @@ class ChainTree:
 
 
 Columns = tuple[Tensor, Tensor, Tensor, Tensor]  # tokens, parents, depths, scores of candidates in level order, [R, P]
+Ints = NDArray[np.int64]
+Reals = NDArray[np.floating[Any]]
 GoesOn = Callable[[Columns, Tensor], bool]  # (the candidates so far, which of them would be expanded_RK)
 
 
@@ -195,8 +199,7 @@ class DynamicTree:
         if available(state.logits_RU.device):
             trees = self.grow(state, torch.tensor(roots, device=state.logits_RU.device))
             return [DraftTree(*row) for row in zip(*(column.cpu() for column in trees[:4]), strict=True)]
-        columns = (column.cpu() for column in self.candidates(state))
-        return self.rerank(roots, *columns, count=self.num_draft_tokens)
+        return self.rerank(roots, *self.candidates(state), count=self.num_draft_tokens)
 
     def grow(self, state: HeadState, root_R: Tensor) -> Trees:
         """Return the same trees as tensors on the head's device, all of one shape; reads nothing back."""
@@ -258,7 +261,11 @@ class DynamicTree:
         roots: list[int], tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, *, count: int
     ) -> list[DraftTree]:
         """Return the trees of the best `count` candidates; the stable sort makes ties go to the parent."""
-        return trees_of(roots, (tokens, parents, depths, scores), best_candidates(scores, count))
+        on_host = tuple(column.cpu().numpy() for column in (tokens, parents, depths, scores))
+        best_RC = best_candidates(on_host[3], count)
+        return [
+            tree_of(root, *row, chosen_C=best_C) for root, *row, best_C in zip(roots, *on_host, best_RC, strict=True)
+        ]
 
 
 def _columns(*lists: list[Tensor]) -> Columns:
@@ -266,28 +273,29 @@ def _columns(*lists: list[Tensor]) -> Columns:
     return tokens, parents, depths, scores
 
 
-def best_candidates(scores_RP: Tensor, count: int) -> Tensor:
+def best_candidates(scores_RP: Reals, count: int) -> Ints:
     """Return the places of the best `count` candidates, ascending; the stable sort makes ties go to the parent."""
-    ranked = torch.sort(scores_RP, dim=1, descending=True, stable=True).indices
-    return ranked[:, :count].sort(dim=1).values
+    return np.sort(np.argsort(-scores_RP, axis=1, kind="stable")[:, :count], axis=1)
 
 
-def trees_of(roots: list[int], columns: Columns, chosen_RC: Tensor) -> list[DraftTree]:
-    """Return the trees of chosen candidates (ascending places) below the roots; the parents of all are chosen too."""
-    tokens, parents, depths, scores = (column.gather(1, chosen_RC) for column in columns)
-    position = torch.where(parents < 0, 0, torch.searchsorted(chosen_RC, parents.clamp(min=0)) + 1)
+def tree_of(
+    root: int, tokens_P: Ints, parents_P: Ints, depths_P: Ints, scores_P: Reals, *, chosen_C: Ints
+) -> DraftTree:
+    """Return the tree of chosen candidates (ascending places) below a root; the parents of all are chosen too."""
+    parents_C = parents_P[chosen_C]
+    positions_C = np.where(parents_C < 0, 0, np.searchsorted(chosen_C, parents_C) + 1)
 
-    def below(root: Tensor, rest: Tensor) -> Tensor:
-        return torch.cat((root[:, None], rest), dim=1)
+    def below(first: int, rest: NDArray[Any]) -> Tensor:
+        column = np.empty(len(rest) + 1, dtype=rest.dtype)
+        column[0], column[1:] = first, rest
+        return torch.from_numpy(column)
 
-    none = torch.zeros(len(roots), dtype=torch.int64)
-    rows = (
-        below(torch.tensor(roots), tokens),
-        below(none - 1, position),
-        below(none, depths),
-        below(torch.zeros(len(roots), dtype=scores.dtype), scores),
+    return DraftTree(
+        below(root, tokens_P[chosen_C]),
+        below(-1, positions_C),
+        below(0, depths_P[chosen_C]),
+        below(0, scores_P[chosen_C]),
     )
-    return [DraftTree(*row) for row in zip(*rows, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
+from eyas.inference.budget import Floats
 from eyas.models.errors import UserError
 
 
@@ -46,19 +49,19 @@ class LatencyTable:
 
     context: int
     by_rows: tuple[RowsLatency, ...]
-    _curves: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _curves: dict[int, Floats] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         counts = [entry.rows for entry in self.by_rows]
         if counts[:1] != [1] or counts != sorted(set(counts)):
             raise UserError(f"a latency table needs ascending numbers of rows from 1 on, given {counts}.")
 
-    def verify_seconds(self, rows: int) -> tuple[float, ...]:
+    def verify_seconds(self, rows: int) -> Floats:
         """Return the seconds of a target forward with 0, 1, ... nodes below every root, as far as measured."""
         if rows not in self._curves:
             low, high, share = self._around(rows)
             pairs = zip(low.curve(), high.curve(), strict=False)
-            self._curves[rows] = tuple(a + share * (b - a) for a, b in pairs)
+            self._curves[rows] = np.array([a + share * (b - a) for a, b in pairs])
         return self._curves[rows]
 
     def draft_seconds(self, rows: int, levels: int) -> float:

@@ -1,14 +1,17 @@
 """When a session speculates and when it rests: rules that a trace of rounds decides alone, with no clock and no chance.
 
-While it speculates, the tokens of its rounds are added up beside their costs, older rounds counting less; when plain
-decoding would have emitted as much in less time, the session rests: it decodes plainly and does not even feed the head.
-After a rest it probes; every rest that follows without a gain in between is twice as long as the one before.
+Beside what a round with the head emitted stands what it would have emitted without: the copies of the text are there
+anyway, and how far they were right is known afterwards. When the rounds without would have had the higher rate, older
+ones counting less, the session rests: it decodes without the head and does not even feed it. A head is owed some
+patience, because a token more or less in a round is chance: it begins with a credit. After a rest it gets a smaller
+one; every rest that follows without a gain in between is twice as long as the one before.
 """
 
 from dataclasses import dataclass
 
-MEMORY = 0.8  # what a round counts for when one more has been run
-PATIENCE = 3  # rounds before a session may rest
+MEMORY = 0.97  # what a round counts for when one more has been run
+CREDIT, PROBE_CREDIT = 1.5, 0.25  # tokens per row in the head's favour, at first and after a rest
+LASTING = 3  # rounds that a gain must last after a rest
 FIRST_REST, LONGEST_REST = 8, 64  # rounds
 PRIOR = 2.0  # accepted drafts that a row's trust begins with
 TRUST_MEMORY = 0.97
@@ -16,14 +19,16 @@ TRUST_MEMORY = 0.97
 
 @dataclass
 class Pace:
-    """The state of one session."""
+    """The state of one session: tokens per row and seconds of its rounds, as they were and as without the head."""
 
-    worth: float = 0.0
-    cost: float = 0.0
+    tokens: float = CREDIT
+    seconds: float = 0.0
+    tokens_without: float = 0.0
+    seconds_without: float = 0.0
     rounds: int = 0
     resting: int = 0
     next_rest: int = FIRST_REST
-    has_rested: bool = False
+    sleeps: bool = False
 
     def rests(self) -> bool:
         """Return whether the round that begins now is one of a rest; counts it."""
@@ -32,26 +37,27 @@ class Pace:
         self.resting -= 1
         return True
 
-    @property
-    def is_waking(self) -> bool:
-        """Whether the round that begins now is the first after a rest."""
-        return self.rounds == 0 and self.resting == 0 and self.has_rested
+    def wakes(self) -> bool:
+        """Return whether a rest has ended since this was asked last."""
+        if not self.sleeps or self.resting > 0:
+            return False
+        self.sleeps = False
+        return True
 
-    def record(self, *, tokens: float, seconds: float) -> None:
-        """Count a speculating round: its tokens per row, and its seconds in units of those a token takes without it.
-
-        Tokens are the mean of those expected, which chance does not touch, and those emitted, which are no promise.
-        """
-        self.worth = MEMORY * self.worth + tokens
-        self.cost = MEMORY * self.cost + seconds
+    def record(self, *, tokens: float, seconds: float, tokens_without: float, seconds_without: float) -> None:
+        """Count a round for which the head was asked: what it emitted per row and took, with the head and without."""
+        self.tokens = MEMORY * self.tokens + tokens
+        self.seconds = MEMORY * self.seconds + seconds
+        self.tokens_without = MEMORY * self.tokens_without + tokens_without
+        self.seconds_without = MEMORY * self.seconds_without + seconds_without
         self.rounds += 1
-        if self.rounds < PATIENCE:
-            return
-        if self.worth >= self.cost:
-            self.next_rest = FIRST_REST
+        if self.tokens * self.seconds_without >= self.tokens_without * self.seconds:
+            if self.rounds >= LASTING:
+                self.next_rest = FIRST_REST
             return
         self.resting, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
-        self.worth, self.cost, self.rounds, self.has_rested = 0.0, 0.0, 0, True
+        self.tokens += PROBE_CREDIT
+        self.rounds, self.sleeps = 0, True
 
 
 @dataclass

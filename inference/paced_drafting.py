@@ -1,8 +1,9 @@
 """Drafting that rests where it does not pay: an EAGLE drafting state under a `Pace`, fed only when it drafts.
 
-While a session rests, the tokens it commits and the target's states wait here; the probe feeds them all in one step of
-the head, which costs hardly more than feeding one token. Copies of the text (`copies.py`) cost nothing and never rest:
-the head has to beat what they would have brought without it.
+The head is asked in no round of a rest, and in none whose copies of the text (`copies.py`) are so likely right that it
+could add little. Meanwhile the tokens that are committed and the target's states wait here; the next round with the
+head feeds them all in one step, which costs hardly more than feeding one token. Copies cost nothing and never rest: the
+head has to beat what they would have brought without it.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 
 from eyas.inference.copies import Copy
-from eyas.inference.cost_aware_tree import CostAwareTree, PricedTree
+from eyas.inference.cost_aware_tree import CostAwareTree, PricedRound, PricedTree, Pricing
 from eyas.inference.draft import HeadState
 from eyas.inference.drafter import Drafting
 from eyas.inference.pace import Pace, Trust
@@ -41,8 +42,12 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     states: list[TargetOutput] = field(default_factory=list)
 
-    def learn(self, emitted: list[int]) -> None:
-        """Record what the round that has just been run said of the copy, drafted or not, and of the head's nodes."""
+    def learn(self, emitted: list[int]) -> int:
+        """Record what the round that has just been run said of the copy, drafted or not, and of the head's nodes.
+
+        Returns how many tokens of the copy were right.
+        """
+        right = 0
         if self.copy is not None:
             promised, right = self.copy.hits(emitted)
             self.copy_trust.record(promised=promised, accepted=right)
@@ -50,6 +55,7 @@ class _Row:
             path = self.priced.tree.follow(emitted[:-1])
             of_head = sum(self.priced.of_head_N[node] for node in path)
             self.trust.record(promised=self.priced.promised, accepted=of_head)
+        return right
 
 
 class PacedDrafting:
@@ -61,7 +67,7 @@ class PacedDrafting:
         self.pace = Pace()
         self.rows: list[_Row] = []
         self.texts = LookupDrafting(tree.depth, tree.ngram)
-        self.seconds: float | None = None  # of the round under way, in those a token takes without the head
+        self.priced: PricedRound | None = None  # the round under way, if the head was asked
 
     def join(self, prompts: list[tuple[int, ...]], samplings: list[Sampling], *, capacity: int) -> None:
         self.drafting.join(prompts, samplings, capacity=capacity)
@@ -88,18 +94,19 @@ class PacedDrafting:
             tokens, matched = self.texts.find(place)
             row.copy = Copy(tuple(tokens), matched, row.copy_trust.factor) if tokens else None
             row.priced = None
-        copies = [row.copy for row in self.rows]
-        if self.pace.rests():
-            return self.tree.copy(roots, copies)
-        if self.pace.is_waking:
+        if self.pace.wakes():
             for row in self.rows:
                 row.trust.forget()
+        trust = [row.trust.factor for row in self.rows]
+        pricing = Pricing(self.tree, self.drafting.samplings, trust, [row.copy for row in self.rows])
+        if self.pace.rests() or not pricing.asks_the_head():
+            return pricing.copy(roots)
         self._feed()
-        priced = self.tree.price(self.drafting, roots, [row.trust.factor for row in self.rows], copies)
+        priced = pricing.draw(self.drafting, roots)
         self.drafting.cache.discard_tree()
         for row, of_row in zip(self.rows, priced.rows, strict=True):
             row.priced = of_row
-        self.seconds = priced.seconds * priced.alone / len(roots)
+        self.priced = priced
         return [row.tree for row in priced.rows]
 
     def leave(self, row: int) -> None:
@@ -110,15 +117,17 @@ class PacedDrafting:
 
     def _learn(self, emitted_RT: list[list[int]]) -> None:
         """Record the round that has just been run, of the rows that go on."""
-        for row, emitted in zip(self.rows, emitted_RT, strict=True):
-            row.learn(emitted)
-        if self.seconds is None:
+        copied = [row.learn(emitted) for row, emitted in zip(self.rows, emitted_RT, strict=True)]
+        if self.priced is None:
             return
-        expected = [row.priced.expected for row in self.rows if row.priced is not None]
-        accepted = sum(len(emitted) - 1 for emitted in emitted_RT)
-        tokens = 1 + (sum(expected) + accepted) / 2 / len(emitted_RT)
-        self.pace.record(tokens=tokens, seconds=self.seconds)
-        self.seconds = None
+        without = self.priced.without
+        self.pace.record(
+            tokens=sum(map(len, emitted_RT)) / len(emitted_RT),
+            seconds=self.priced.seconds,
+            tokens_without=1 + sum(min(right, without.nodes) for right in copied) / len(emitted_RT),
+            seconds_without=without.seconds,
+        )
+        self.priced = None
 
     def _feed(self) -> None:
         """Commit what waits: rows side by side as long as equally much waits in them, so that nothing is padded."""

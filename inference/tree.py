@@ -33,12 +33,12 @@ class DraftTree:
         if len(set(sizes.values())) != 1:
             raise ValueError(f"the tensors of a tree must have one entry per node, given {sizes}")
         check_trees(self.parents_N[None], torch.tensor([len(self.tokens_N)]))
-        parents = self.parents_N[1:]
-        if self.depths_N[0] != 0 or not torch.equal(self.depths_N[1:], self.depths_N[parents] + 1):
-            raise ValueError(f"depths {self.depths_N.tolist()} do not follow from parents {self.parents_N.tolist()}")
+        parents, depths = self.parents_N.tolist(), self.depths_N.tolist()
+        if depths != [0, *(depths[parent] + 1 for parent in parents[1:])]:
+            raise ValueError(f"depths {depths} do not follow from parents {parents}")
         if self.drawn_KV is not None:
             K = len(self.tokens_N) - 1
-            if len(self.drawn_KV) != K or not torch.equal(parents, torch.arange(K)):
+            if len(self.drawn_KV) != K or parents[1:] != list(range(K)):
                 raise ValueError("only a chain can be drawn, with one distribution per draft token")
             if not bool((self.drawn_KV.gather(1, self.tokens_N[1:, None]) > 0).all()):
                 raise ValueError("a drawn token has probability 0 in the distribution it was drawn from")
@@ -65,12 +65,12 @@ class DraftTree:
 
     def follow(self, tokens: list[int]) -> list[int]:
         """Return the nodes that spell some tokens behind the root, as far as there are any."""
+        nodes = list(zip(self.parents_N.tolist(), self.tokens_N.tolist(), strict=True))
         node, path = 0, []
         for token in tokens:
-            below = ((self.parents_N == node) & (self.tokens_N == token)).nonzero()
-            if len(below) == 0:
+            if (node, token) not in nodes:
                 break
-            node = int(below[0])
+            node = nodes.index((node, token))
             path.append(node)
         return path
 

@@ -12,6 +12,7 @@ stored as bits: bit j % 64 of word j // 64 of row i says that node j is node i o
                       4        2     0b10101
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,22 +21,24 @@ WORD_BITS = 64
 
 def check_trees(parents_BN: Tensor, num_nodes_B: Tensor) -> None:
     """None if every row is a tree; ValueError naming the first row and node that is not. Reads values: syncs a GPU."""
-    num_slots = parents_BN.shape[1]
-    outside_B = (num_nodes_B < 0) | (num_nodes_B > num_slots)
-    if outside_B.any():
-        row = int(outside_B.nonzero()[0])
+    parents, num_nodes = parents_BN.cpu().numpy(), num_nodes_B.cpu().numpy()
+    num_slots = parents.shape[1]
+    outside = (num_nodes < 0) | (num_nodes > num_slots)
+    if outside.any():
+        row = int(outside.argmax())
         raise ValueError(
-            f"num_nodes_B[{row}] is {int(num_nodes_B[row])}, but the tree tensors have {num_slots} nodes per row: "
+            f"num_nodes_B[{row}] is {num_nodes[row]}, but the tree tensors have {num_slots} nodes per row: "
             f"give 0 (idle row) to {num_slots}"
         )
-    node_N = torch.arange(num_slots, device=parents_BN.device)
-    has_parent_BN = (parents_BN >= 0) & (parents_BN < node_N)
-    is_right_BN = torch.where(node_N == 0, parents_BN == -1, has_parent_BN)
-    wrong_BN = ~is_right_BN & (node_N < num_nodes_B[:, None])
-    if wrong_BN.any():
-        row, node = wrong_BN.nonzero()[0].tolist()
-        allowed = "-1, because node 0 is the root" if node == 0 else f"0 to {node - 1}: parents precede their children"
-        raise ValueError(f"parents_BN[{row}, {node}] is {int(parents_BN[row, node])}, but must be {allowed}")
+    node = np.arange(num_slots)
+    is_right = (parents < node) & (parents >= np.minimum(node, 1) - 1)  # node 0: -1; the others: 0 to themselves - 1
+    wrong = ~is_right & (node < num_nodes[:, None])
+    if wrong.any():
+        row, place = np.argwhere(wrong)[0]
+        allowed = (
+            "-1, because node 0 is the root" if place == 0 else f"0 to {place - 1}: parents precede their children"
+        )
+        raise ValueError(f"parents_BN[{row}, {place}] is {parents[row, place]}, but must be {allowed}")
 
 
 def ancestor_mask(parents_BN: Tensor, num_nodes_B: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from eyas.inference.budget import Budget, Floats, best_budget, expected_gains
 PLAIN, STEP = 10.0, 1.0  # seconds of a forward over the root alone, and of every node more
 
 
-def seconds(count: int, *, step: float = STEP) -> list[float]:
-    return [PLAIN + step * nodes for nodes in range(count + 1)]
+def seconds(count: int, *, step: float = STEP) -> Floats:
+    return PLAIN + step * np.arange(count + 1)
 
 
 def gains(*rows: list[float], most: int = 99) -> Floats:
@@ -53,5 +53,5 @@ def test_rows_share_one_width_and_are_judged_together() -> None:
 
 
 def test_of_equal_rates_the_smallest_budget_is_taken_and_nothing_beyond_what_was_measured() -> None:
-    assert best_budget(gains([0.1, 0.1]), [10.0, 11.0, 12.0], 0.0).nodes == 0
+    assert best_budget(gains([0.1, 0.1]), seconds(2), 0.0).nodes == 0
     assert best_budget(gains([1.0] * 9), seconds(3), 0.0).nodes == 3

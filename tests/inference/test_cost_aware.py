@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.cost_aware_tree import CostAwareTree, Pricing
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.engine import Engine, GenerationRequest
-from eyas.inference.pace import FIRST_REST, PATIENCE
+from eyas.inference.pace import FIRST_REST
 from eyas.inference.request import Generation
 from eyas.inference.sampling import Sampling
 from eyas.models.draft_head import DraftHead
@@ -57,10 +57,9 @@ def test_where_it_loses_it_rests_and_the_head_is_not_even_fed() -> None:
         generation = Engine(TARGET, head, DEAR).generate(GenerationRequest(PROMPTS[1], 60))
     assert list(generation.token_ids) == greedy(TARGET, PROMPTS[1], 60)
     assert {made.drafted for made in generation.rounds} == {0}
-    # The prompt; then a feed before each round that speculates but the first, the one after a rest of all it missed.
-    probes = [1] * (PATIENCE - 1), [FIRST_REST + 1, *[1] * (PATIENCE - 1)], [2 * FIRST_REST + 1, *[1] * (PATIENCE - 1)]
-    expected = [len(PROMPTS[1]), *probes[0], *probes[1], *probes[2]]
-    assert steps == expected
+    # A round with the head costs what two plain ones do, a token more than it brings: its credit lasts for two rounds,
+    # that of a probe for one. The prompt is fed, a token before the second round, before a probe what the rest missed.
+    assert steps == [len(PROMPTS[1]), 1, FIRST_REST + 1, 2 * FIRST_REST + 1]
 
 
 def test_what_the_head_promises_is_not_believed_for_long() -> None:
@@ -101,9 +100,10 @@ def drawn(maker: CostAwareTree, *, trust: float = 1.0, rows: int = 1) -> tuple[l
     out = TARGET.forward(torch.tensor([[1]] * rows))
     drafting.extend(0, [[2]] * rows, out)
     with counted_steps(head) as steps:
-        priced = maker.price(drafting, [2] * rows, [trust] * rows, [None] * rows)
+        priced = Pricing(maker, drafting.samplings, [trust] * rows, [None] * rows).draw(drafting, [2] * rows)
     drafting.cache.discard_tree()
-    return priced.rows[0].tree.depths_N[1:].tolist(), priced.rows[0].expected, len(steps)
+    first = priced.rows[0].tree
+    return first.depths_N[1:].tolist(), float(first.scores_N[1:].exp().sum()), len(steps)
 
 
 def tree(depth: int = 3, *, node: float, level: float, feed: float = 0.0, hit: float = 0.6) -> CostAwareTree:

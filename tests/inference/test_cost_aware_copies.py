@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eyas.inference.copies import Copy
-from eyas.inference.cost_aware_tree import CostAwareTree
+from eyas.inference.cost_aware_tree import CostAwareTree, Pricing
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.engine import Engine, GenerationRequest
 from eyas.inference.request import Generation
@@ -69,21 +69,59 @@ def test_a_copy_competes_with_the_heads_candidates() -> None:
     drafting = EagleDrafting(fixed_head(WIDE, THREE), maker)
     drafting.join([(1, 2)] * 2, [Sampling()] * 2, capacity=8)
     drafting.extend(0, [[2]] * 2, WIDE.forward(torch.tensor([[1]] * 2)))
-    priced = maker.price(drafting, [2, 2], [1.0, 1.0], [Copy((9,), 5), None])
+    priced = Pricing(maker, drafting.samplings, [1.0, 1.0], [Copy((9,), 5), None]).draw(drafting, [2, 2])
     first, second = priced.rows
     # Row 0: 9 with .81, then 5 with .6 * .19; row 1: .6 and .3. One node: 2 + 1.41 in 12, two: 2 + .924 + .9 in 14.
     assert first.tree.tokens_N.tolist() == [2, 9]
     assert first.of_head_N == (False, False)
-    assert (first.expected, first.promised) == (pytest.approx(0.81), 0.0)
+    assert float(first.tree.scores_N[1].exp()) == pytest.approx(0.81)
+    assert first.promised == 0.0
     assert second.tree.tokens_N.tolist() == [2, 5]
     assert second.of_head_N == (False, True)
     assert second.promised == pytest.approx(0.6, abs=1e-4)
     # Without the head only row 0 has a candidate: (2 + .9) / 12 is more than 2 / 10 with none.
-    assert priced.alone == pytest.approx(2.9 / 12)
+    assert priced.without.rate == pytest.approx(2.9 / 12)
     assert priced.seconds == pytest.approx(12.0)
 
 
 def test_a_row_with_fewer_candidates_has_a_smaller_tree() -> None:
     copies = [Copy((3, 4, 5), 5), Copy((6,), 5), None]
     maker = CostAwareTree(4, 3, 9, unchanged(), costs())
-    assert [tree.tokens_N.tolist() for tree in maker.copy([1, 1, 2], copies)] == [[1, 3, 4, 5], [1, 6], [2]]
+    pricing = Pricing(maker, [Sampling()] * 3, [1.0] * 3, copies)
+    assert [tree.tokens_N.tolist() for tree in pricing.copy([1, 1, 2])] == [[1, 3, 4, 5], [1, 6], [2]]
+
+
+@pytest.mark.parametrize(
+    ("copies", "trust", "dear"),
+    [
+        # A copy that is right in 90 of 100: 1.9 tokens in ten seconds. The head adds .1 * .6 * (1 + .5) = .09.
+        ([Copy((9,), 5)], 1.0, 10 * 0.09 / 1.9),
+        # Trusted half, .1 * .3 * (1 + .25) = .0375.
+        ([Copy((9,), 5)], 0.5, 10 * 0.0375 / 1.9),
+        # A row beside it without a copy, where the head adds .6 * 1.5 = .9: 2.9 tokens in ten seconds, .99 more.
+        ([Copy((9,), 5), None], 1.0, 10 * 0.99 / 2.9),
+    ],
+)
+def test_beside_a_likely_copy_the_head_is_asked_only_if_it_is_cheap(
+    copies: list[Copy | None], trust: float, dear: float
+) -> None:
+    rows = len(copies)
+
+    def asks(feed: float, given: list[Copy | None]) -> bool:
+        maker = CostAwareTree(4, 3, 9, unchanged(0.6, 0.5), costs(feed=feed))
+        return Pricing(maker, [Sampling()] * rows, [trust] * rows, given).asks_the_head()
+
+    assert asks(0.98 * dear, copies)
+    assert not asks(1.02 * dear, copies)
+    assert asks(100.0, [None] * rows), "with nothing to copy a session rests or asks, but skips no rounds"
+
+
+def test_rounds_of_sure_copies_do_without_the_head_and_what_they_committed_is_fed_later() -> None:
+    """Circles after a text of its own: the head is asked while they are new and between them, never in a rest."""
+    maker = CostAwareTree(4, 3, 9, unchanged(0.6), costs(node=0.3, feed=2.0))
+    head = HEADS["oracle"]
+    with counted_steps(head) as steps:
+        (generation,) = Engine(TARGET, head, maker).generate([GenerationRequest(PROMPTS[2], 80)])
+    assert list(generation.token_ids) == TEXTS[2][len(PROMPTS[2]) :][:80]
+    assert generation.stats.tau > 3.0
+    assert 2 <= len(steps) < len(generation.rounds)
