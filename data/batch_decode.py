@@ -127,8 +127,8 @@ def _finished(row: _Row) -> str | None:
 @torch.inference_mode()
 def _choose(logits_RV: Tensor, rows: list[_Row]) -> list[int]:
     """Return the next token of each row: argmax at temperature 0, else one inverse-CDF draw."""
-    tokens = logits_RV.argmax(-1)
-    bad = ~torch.isfinite(logits_RV.gather(1, tokens[:, None]).squeeze(1))  # argmax stops at a NaN, if there is one
+    best, tokens = logits_RV.max(-1)  # on a CPU a quarter of argmax's time
+    bad = ~torch.isfinite(best)  # a NaN is the largest
     if bool(bad.any()):
         name = rows[int(bad.nonzero()[0])].request.id
         raise UserError(f"request {name!r}: the target's logits are not finite; load the target in float32.")

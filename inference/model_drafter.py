@@ -80,7 +80,8 @@ class ModelDrafting:
 
     @torch.inference_mode()
     def extend(self, first: int, next_tokens: list[list[int]], states: TargetOutput) -> None:
-        for row, tokens in zip(self.rows[first:], next_tokens, strict=True):
+        fed = self.rows[first : first + len(next_tokens)]
+        for row, tokens in zip(fed, next_tokens, strict=True):
             # The cache holds the drafts that were run; those the target accepted are committed text now.
             same = next((i for i, (a, b) in enumerate(zip(row.drafted, tokens, strict=False)) if a != b), None)
             agreed = min(len(row.drafted), len(tokens)) if same is None else same
@@ -88,7 +89,7 @@ class ModelDrafting:
             row.text += tokens
             row.drafted = ()
         if self.rows[first].cached == 0:  # new rows read their prompts by themselves, so that nobody is padded to them
-            self._read([row.text[:-1] for row in self.rows[first:]], first=first)
+            self._read([row.text[:-1] for row in fed], first=first)
 
     @torch.inference_mode()
     def draft(self, roots: list[int]) -> list[DraftTree]:

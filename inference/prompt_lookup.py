@@ -57,7 +57,7 @@ class LookupDrafting:
         self.rows += [_Row([prompt[0]], {}) for prompt in prompts]
 
     def extend(self, first: int, next_tokens: list[list[int]], states: TargetOutput) -> None:
-        for row, tokens in zip(self.rows[first:], next_tokens, strict=True):
+        for row, tokens in zip(self.rows[first : first + len(next_tokens)], next_tokens, strict=True):
             row.text += tokens
             for end in range(row.indexed + 1, len(row.text)):
                 for size in range(1, min(self.ngram, end) + 1):

@@ -15,6 +15,7 @@ from eyas.inference.draft import FixedMaker
 from eyas.inference.drafter import Drafter
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.fixed_round import FixedRound
+from eyas.inference.padding import alike
 from eyas.inference.request import Decode, Generation, GenerationRequest, Round, Running
 from eyas.inference.tree import DraftTree, TreeBatch
 from eyas.inference.verify import NAN, VERIFIERS, Verification, VerifyBatch
@@ -89,35 +90,47 @@ class Session:
         """Prefill some requests side by side and return their first tokens; numbers count up from 0."""
         for request in requests:
             self.check(request)
-        first = len(self.rows)
-        joined = []
-        for request in requests:
-            joined.append(Running(self._joined, request, self.decode, self.drafter.depth if self.drafter else 0))
-            self._joined += 1
-        self.rows += joined
+        first, depth = len(self.rows), self.drafter.depth if self.drafter else 0
+        joined = [Running(self._joined + i, request, self.decode, depth) for i, request in enumerate(requests)]
+        self._joined += len(joined)
+        parts = alike(joined, key=lambda row: len(row.request.prompt_ids))
+        self.rows += [row for part in parts for row in part]
         self._reserve()
-        assert self.cache is not None
-        lengths = [len(request.prompt_ids) for request in requests]
-        longest, device = max(lengths), self.target.device
-        ids_RT = torch.tensor([[*r.prompt_ids, *[0] * (longest - len(r.prompt_ids))] for r in requests], device=device)
-        self.cache.write_at(0, longest, rows=slice(first, len(self.rows)))
-        # Padding behind a short prompt lies in slots that the row's next tokens overwrite before they are seen.
-        out = self.target.forward(ids_RT, cache=self.cache)
-        last = torch.tensor(lengths, device=device) - 1
-        logits_RV = self.target.head.logits(out.final_hidden_BTD[torch.arange(len(lengths), device=device), last])
+        events, outs, start = [], [], first
         try:
-            events = self._emit(joined, [DraftTree.root(0)] * len(joined), logits_RV[:, None])[1]
+            for part in parts:
+                out, logits_RV = self._prefill(part, start)
+                events += self._emit(part, [DraftTree.root(0)] * len(part), logits_RV[:, None])[1]
+                outs.append(out)
+                start += len(part)
         except FloatingPointError:
             del self.rows[first:]  # those that were running go on, and must meet no NaN in slots they only mask
+            assert self.cache is not None
             self.cache.clear(slice(first, None))
             raise
         if self.drafting is not None:
+            asked, start = [row.request for row in self.rows[first:]], first
             capacity = self._capacity()
-            self.drafting.join([r.prompt_ids for r in requests], [r.sampling for r in requests], capacity=capacity)
-            follow = [[*row.request.prompt_ids[1:], row.tokens[0]] for row in joined]
-            self.drafting.extend(first, follow, out)
+            self.drafting.join([r.prompt_ids for r in asked], [r.sampling for r in asked], capacity=capacity)
+            for part, out in zip(parts, outs, strict=True):
+                follow = [[*row.request.prompt_ids[1:], row.tokens[0]] for row in part]
+                self.drafting.extend(start, follow, out)
+                start += len(part)
         self._leave()
-        return events
+        return sorted(events, key=lambda event: event.number)
+
+    def _prefill(self, part: list[Running], first: int) -> tuple[TargetOutput, Tensor]:
+        """Return the target's states on the prompts of some rows, the first of which has a place, and their logits."""
+        assert self.cache is not None
+        lengths = [len(row.request.prompt_ids) for row in part]
+        longest, device = max(lengths), self.target.device
+        padded = [[*row.request.prompt_ids, *[0] * (longest - n)] for row, n in zip(part, lengths, strict=True)]
+        self.cache.write_at(0, longest, rows=slice(first, first + len(part)))
+        # Padding behind a short prompt lies in slots that the row's next tokens overwrite before they are seen.
+        out = self.target.forward(torch.tensor(padded, device=device), cache=self.cache)
+        last_R = torch.tensor(lengths, device=device) - 1
+        final_RD = out.final_hidden_BTD[torch.arange(len(part), device=device), last_R]
+        return out, self.target.head.logits(final_RD)
 
     @torch.inference_mode()
     def round(self) -> list[Event]:

@@ -1,0 +1,26 @@
+"""Which prompts are read side by side: those of like lengths, so that little of a forward is padding."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+Row = TypeVar("Row")
+
+SPARE = 64  # padding tokens that cost less than a forward of their own
+SHARE = 0.125  # padding tokens beside real ones that do
+
+
+def alike(rows: list[Row], *, key: Callable[[Row], int]) -> list[list[Row]]:
+    """Return the rows in parts of like lengths (`key`), the longest first; equal ones keep their order.
+
+    A part is padded to its longest row by at most SPARE tokens or SHARE of its own, whichever is more.
+    """
+    parts: list[list[Row]] = []
+    for row in sorted(rows, key=key, reverse=True):
+        if parts:
+            longest = key(parts[-1][0])
+            lengths = [key(one) for one in (*parts[-1], row)]
+            if longest * len(lengths) - sum(lengths) <= max(SPARE, SHARE * sum(lengths)):
+                parts[-1].append(row)
+                continue
+        parts.append([row])
+    return parts
