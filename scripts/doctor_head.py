@@ -42,7 +42,7 @@ def _serves(verdict: "Verdict") -> str:
 
 
 def print_report(report: "HeadReport") -> None:
-    """Print the findings and the verdict of every engine."""
+    """Print the findings, whose every tensor is, and the verdict of every engine."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -52,6 +52,11 @@ def print_report(report: "HeadReport") -> None:
     for check in report.checks:
         findings.add_row(check.name, MARKS[check.status], check.detail.replace("[", "\\["))
     console.print(findings)
+    if report.tensors:
+        tensors = Table("tensor", "shape", "dtype", "whose", box=box.SIMPLE)
+        for tensor in report.tensors:
+            tensors.add_row(tensor.name, " x ".join(map(str, tensor.shape)), tensor.dtype, tensor.origin)
+        console.print(tensors)
     if report.verdicts:
         engines = Table("engine", "version read", "run there", "serves it", "reads layers", "why not", box=box.SIMPLE)
         for verdict in report.verdicts:

@@ -25,6 +25,7 @@ from eyas.models.packed_linear import pack_linears
 from eyas.models.target import Target, load_tokenizer
 from eyas.models.target_checks import check_loaded_target, check_target_config
 from eyas.models.target_facts import TargetFacts
+from eyas.models.tensor_origins import TensorOrigin, tensor_origins
 from eyas.train.progress import Reporter
 
 PROMPTS, TOKENS, DEPTH = 20, 32, 5
@@ -33,12 +34,13 @@ KEPT = 0.5  # the share of the recorded gain, tau - 1, under which a head is sai
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What was found about a head; `failed` decides the exit code."""
+    """What was found about a head, and whose its tensors are; `failed` decides the exit code."""
 
     head: str
     target: str
     checks: tuple[Check, ...]
     verdicts: tuple[Verdict, ...] = ()
+    tensors: tuple[TensorOrigin, ...] = ()
     acceptance: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -82,7 +84,7 @@ def check_head_folder(
         stats = _decode(files, loaded, ChatTemplate(tokenizer, arguments), reporter)
         acceptance = {"prompts": PROMPTS, "max_new_tokens": TOKENS, **stats.as_dict()}
         checks.append(_judge_acceptance(files, stats.tau))
-    return HeadReport(head, target, tuple(checks), verdicts, acceptance)
+    return HeadReport(head, target, tuple(checks), verdicts, tensor_origins(files, loaded), acceptance)
 
 
 def _native(folder: Path, facts: TargetFacts, answers: Answers, checks: list[Check]) -> HeadFiles:
