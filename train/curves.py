@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from eyas.train.metrics_file import read_metrics
+from eyas.train.reference_curve import ReferenceCurve
 
 TAUS = {
     "tree_tau": ("o-", "tab:blue", "tree, replayed"),
@@ -15,8 +16,11 @@ TAUS = {
 }
 
 
-def draw_curves(metrics: Path, picture: Path) -> None:
-    """Draw the loss (smoothed, over the raw one), every held-out tau and the chain's alpha from a metrics file."""
+def draw_curves(metrics: Path, picture: Path, reference: ReferenceCurve | None = None) -> None:
+    """Draw the loss (smoothed, over the raw one), every held-out tau and the chain's alpha from a metrics file.
+
+    The taus of the recipe's reference, where there is one, lie behind them.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,6 +33,10 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     left.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="0.8", linewidth=0.8, label="each step")
     left.plot([r["step"] for r in steps], smoothed([r["loss"] for r in steps]), color="tab:blue", label="smoothed")
     left.set(title="training loss", xlabel="optimizer step")
+    if reference is not None:
+        for name, label in (("tree_tau", "reference run of this recipe"), ("tau", None)):
+            line = [(point["step"], point[name]) for point in reference.points]
+            right.plot(*zip(*line, strict=True), color="0.85", linewidth=5, label=label, zorder=0)
     for name, (style, color, label) in TAUS.items():
         known = [(r["step"], r[name]) for r in validations if name in r]
         if known:

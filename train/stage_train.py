@@ -22,6 +22,7 @@ from eyas.train.machine import measured_speed
 from eyas.train.metrics_file import MetricsFile
 from eyas.train.new_head import build_head, build_objective, usable_rows
 from eyas.train.plan_facts import head_size
+from eyas.train.reference_curve import ReferenceCurve, behind, reference_of, what_is_normal
 from eyas.train.target_odds import measure_odds
 from eyas.train.utilisation import TrainingWork
 from eyas.train.vocabulary import choose_vocabulary
@@ -48,6 +49,10 @@ def run_train(context: RunContext) -> dict[str, Any]:
     del target
     decode = decode_check(context, validation) if accelerator.is_main_process and recipe.train.decode_every else None
     usable = usable_rows(context, module, training)
+    taught_tokens = sum(int(usable.tokens(index).generated_mask_T.sum()) for index in range(len(usable)))
+    reference = reference_of(recipe)
+    if reference is None and accelerator.is_main_process:
+        context.reporter.say(f"  {what_is_normal(taught_tokens)}")
     plan = loop_plan(context)
     checkpoints = sorted((folder / "checkpoints").glob("step-*.pt"))
     resume_step = int(checkpoints[-1].stem.split("-")[1]) if checkpoints else -1
@@ -64,8 +69,8 @@ def run_train(context: RunContext) -> dict[str, Any]:
             metrics.write(values)
             track(accelerator, values)
             if values["event"] == "validation":
-                bar.progress.console.print(validation_line(values), soft_wrap=True, markup=False)
-                draw_curves(folder / "metrics.jsonl", folder / "curves.png")
+                bar.progress.console.print(validation_line(values, reference), soft_wrap=True, markup=False)
+                draw_curves(folder / "metrics.jsonl", folder / "curves.png", reference)
             else:
                 bar.update("training", values["step"], values["steps"], 0, step_note(values))
 
@@ -90,7 +95,7 @@ def run_train(context: RunContext) -> dict[str, Any]:
         "head_parameters": sum(p.numel() for p in head.parameters()),
         "rows": len(usable),
         "rows_without_slots": len(training) - len(usable),
-        "supervised_tokens": sum(int(usable.tokens(index).generated_mask_T.sum()) for index in range(len(usable))),
+        "supervised_tokens": taught_tokens,
         "trained_length": max(usable.lengths),
     }
 
@@ -117,8 +122,8 @@ def training_work(context: RunContext) -> TrainingWork:
     )
 
 
-def validation_line(values: dict[str, Any]) -> str:
-    """Return what is said of a validation."""
+def validation_line(values: dict[str, Any], reference: ReferenceCurve | None = None) -> str:
+    """Return what is said of a validation, beside the reference of its recipe where there is one."""
     line = (
         f"  step {values['step']:>5}: held-out tau by replay of rounds: chain {values['tau']:.3f} (slot average "
         f"{values['slot_tau']:.3f}), tree {values['tree_tau']:.3f}; at T=1 {values['sampled_tau']:.3f} and "
@@ -126,7 +131,8 @@ def validation_line(values: dict[str, Any]) -> str:
     )
     if "decoded_tau" in values:
         line += f"; decoded: chain {values['decoded_tau']:.3f}, tree {values['decoded_tree_tau']:.3f}"
-    return line
+    compared = "" if reference is None else behind(reference, values)
+    return f"{line}; {compared}" if compared else line
 
 
 def decode_check(context: RunContext, validation: RowSource) -> Callable[[DraftHead], dict[str, float]]:
