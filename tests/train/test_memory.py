@@ -19,5 +19,7 @@ def test_a_long_row_of_a_wide_vocabulary_stays_small_and_grows_with_its_length_a
     assert found["largest"] < 2048 * VOCAB / 6
     one, _, four = found["extra"]
     assert four - one < 134  # MiB: half of one score matrix of 4096 x 4096 for 4 heads, and three times what was seen
-    first, *later = found["epochs"]
-    assert all(abs(peak - first) < 0.05 * first for peak in later)
+    first, second, third = found["epochs"]
+    # The first may hold what the C library had not yet given back of the longest row: less afterwards is no fault.
+    assert second < 1.05 * first
+    assert third < 1.05 * second
