@@ -94,6 +94,7 @@ class PacedDrafting:
             tokens, matched = self.texts.find(place)
             row.copy = Copy(tuple(tokens), matched, row.copy_trust.factor) if tokens else None
             row.priced = None
+        self.priced = None  # all rows may have ended with the round before, untold
         if self.pace.wakes():
             for row in self.rows:
                 row.trust.forget()

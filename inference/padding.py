@@ -15,12 +15,13 @@ def alike(rows: list[Row], *, key: Callable[[Row], int]) -> list[list[Row]]:
     A part is padded to its longest row by at most SPARE tokens or SHARE of its own, whichever is more.
     """
     parts: list[list[Row]] = []
+    longest, real = 0, 0
     for row in sorted(rows, key=key, reverse=True):
-        if parts:
-            longest = key(parts[-1][0])
-            lengths = [key(one) for one in (*parts[-1], row)]
-            if longest * len(lengths) - sum(lengths) <= max(SPARE, SHARE * sum(lengths)):
-                parts[-1].append(row)
-                continue
-        parts.append([row])
+        length = key(row)
+        if parts and longest * (len(parts[-1]) + 1) - (real + length) <= max(SPARE, SHARE * (real + length)):
+            parts[-1].append(row)
+            real += length
+        else:
+            parts.append([row])
+            longest = real = length
     return parts

@@ -9,6 +9,7 @@ from eyas.inference.copies import Copy
 from eyas.inference.cost_aware_tree import CostAwareTree, Pricing
 from eyas.inference.eagle_drafter import EagleDrafting
 from eyas.inference.engine import Engine, GenerationRequest
+from eyas.inference.paced_drafting import PacedDrafting
 from eyas.inference.request import Generation
 from eyas.inference.sampling import Sampling
 from eyas.models.draft_head import DraftHead
@@ -125,3 +126,24 @@ def test_rounds_of_sure_copies_do_without_the_head_and_what_they_committed_is_fe
     assert list(generation.token_ids) == TEXTS[2][len(PROMPTS[2]) :][:80]
     assert generation.stats.tau > 3.0
     assert 2 <= len(steps) < len(generation.rounds)
+
+
+def test_a_round_whose_rows_have_all_ended_is_not_counted_for_those_that_come_after() -> None:
+    maker = CostAwareTree(4, 3, 9, unchanged(0.6), costs(feed=2.0))
+    drafting = PacedDrafting(EagleDrafting(fixed_head(WIDE, THREE), maker), maker)
+
+    def join(prompt: tuple[int, ...], first: int) -> None:
+        drafting.join([prompt], [Sampling()], capacity=40)
+        drafting.extend(0, [[*prompt[1:], first]], WIDE.forward(torch.tensor([prompt])))
+
+    join((1, 2, 3), 4)
+    drafting.draft([4])
+    drafting.leave(0)  # it ended with this round: nobody says what it emitted
+    circle = (1, 2, 3, 4, 5, 6) * 3
+    join(circle, 1)
+    with counted_steps(drafting.drafting.head) as steps:
+        (tree,) = drafting.draft([1])
+    assert tree.tokens_N.tolist() == [1, 2, 3, 4, 5]
+    assert steps == [], "the copy is too likely to ask the head"
+    drafting.extend(0, [[2, 3]], WIDE.forward(torch.tensor([[1, 2]])))
+    assert drafting.pace.rounds == 0
