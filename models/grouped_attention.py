@@ -24,7 +24,7 @@ def grouped_attention(
         return F.scaled_dot_product_attention(
             q_BHTd, k_BGLd, v_BGLd, attn_mask=mask_B1TL, scale=scale, enable_gqa=H != G
         )
-    mask = mask_B1TL if T == 1 else torch.cat([mask_B1TL] * (H // G), dim=2)  # a fifth of the time of repeat
+    mask = mask_B1TL if T == 1 else torch.cat([mask_B1TL] * (H // G), dim=2)  # repeat copies more slowly
     q_BGRd = q_BHTd.reshape(B, G, H // G * T, d)
     out_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
     return out_BGRd.reshape(B, H, T, -1)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from eyas.models.draft_vocabulary import DraftVocabulary
 from eyas.models.head_files import HeadFiles
 from eyas.models.head_layout import EMBEDDINGS, ZERO_TENSORS
 from eyas.models.target import Target
@@ -44,9 +44,10 @@ def tensor_origins(files: HeadFiles, target: Target) -> tuple[TensorOrigin, ...]
 
 def _target_rows(files: HeadFiles, target: Target) -> Tensor:
     """Return the target's output rows of the head's draft ids."""
+    weight_VD = target.head.weight_VD
     if (d2t := files.tensors.get("d2t")) is None:
-        return target.head.weight_VD
-    return target.head.weight_VD[(d2t + torch.arange(len(d2t))).to(target.head.weight_VD.device)]
+        return weight_VD
+    return weight_VD[DraftVocabulary.from_d2t(d2t, len(weight_VD)).token_ids_U.to(weight_VD.device)]
 
 
 def _of_output(ours: Tensor, theirs: Tensor) -> str:

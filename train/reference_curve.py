@@ -5,6 +5,7 @@ does not stop the loss from falling, but it shows here. A run of any other recip
 how many tokens. `python -m eyas.train.reference_curve RUN` prints the curve of a finished run, for recipes/curves/.
 """
 
+import argparse
 import json
 import sys
 from bisect import bisect_left
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from eyas.models.errors import UserError
+from eyas.train.comparison import FinishedRun
 from eyas.train.recipe import Recipe
 from eyas.train.recipe_io import RECIPES, load_recipe
 from eyas.train.run_folder import fingerprint
@@ -107,29 +109,25 @@ def what_is_normal(taught_tokens: int) -> str:
 
 
 def curve_of(run: Path) -> ReferenceCurve:
-    """Return the curve of a finished run; raises UserError where the run or one of its files is not whole."""
-    try:
-        train = json.loads((run / "stages" / "train.json").read_text(encoding="utf-8"))["result"]
-        card = json.loads((run / "head" / "eyas.json").read_text(encoding="utf-8"))
-        recipe = load_recipe(str(run / "recipe.yaml"))
-        made = card["provenance"]
-        machine = made["machine"]
-        return ReferenceCurve(
-            recipe=recipe.name,
-            settings=training_settings(recipe),
-            target=recipe.target.model,
-            taught_tokens=train["supervised_tokens"],
-            head_parameters=train["head_parameters"],
-            points=tuple(
-                {"step": point["step"], **{name: round(point[name], 4) for name in TAUS}} for point in train["history"]
-            ),
-            commit=made["commit"],
-            seed=recipe.train.seed,
-            machine=f"{machine['cores']} cores {machine['cpu']}, {', '.join(machine['gpus']) or 'no GPU'}",
-            written=made["written"],
-        )
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"{run} is no finished run of eyas (export included): {error!r}.") from None
+    """Return the curve of a finished run; raises UserError for one that is not finished, export included."""
+    finished = FinishedRun.read(run)
+    if not (made := finished.card.get("provenance")):
+        raise UserError(f"{run} has no exported head, which says of what code and machine the run is: export it first.")
+    recipe, train, machine = load_recipe(str(run / "recipe.yaml")), finished.results["train"], made["machine"]
+    return ReferenceCurve(
+        recipe=recipe.name,
+        settings=training_settings(recipe),
+        target=recipe.target.model,
+        taught_tokens=train["supervised_tokens"],
+        head_parameters=train["head_parameters"],
+        points=tuple(
+            {"step": point["step"], **{name: round(point[name], 4) for name in TAUS}} for point in train["history"]
+        ),
+        commit=made["commit"],
+        seed=recipe.train.seed,
+        machine=f"{machine['cores']} cores {machine['cpu']}, {', '.join(machine['gpus']) or 'no GPU'}",
+        written=made["written"],
+    )
 
 
 def training_settings(recipe: Recipe) -> str:
@@ -139,5 +137,17 @@ def training_settings(recipe: Recipe) -> str:
     return fingerprint(kept)
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Print the curve of a finished run as JSON and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m eyas.train.reference_curve", description="Print a run's curve.")
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    try:
+        print(json.dumps(asdict(curve_of(parser.parse_args(arguments).run)), indent=1))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(asdict(curve_of(Path(sys.argv[1]))), indent=1))
+    sys.exit(main())

@@ -14,6 +14,7 @@ from eyas.train.reference_curve import (
     ReferenceCurve,
     behind,
     curve_of,
+    main,
     reference_of,
     references,
     training_settings,
@@ -84,18 +85,23 @@ def test_the_picture_holds_the_reference(tmp_path: Path) -> None:
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
-def test_a_run_makes_its_curve_and_a_torn_one_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "stages").mkdir()
+def test_a_run_makes_its_curve_and_a_torn_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "head").mkdir()
+    with pytest.raises(UserError, match="no run whose training has finished"):
+        curve_of(tmp_path)
     (tmp_path / "recipe.yaml").write_text("name: mine\ntarget: {model: some/target}\n", encoding="utf-8")
     history = [{"step": 0, "tau": 1.01234567, "tree_tau": 1.1, "slot_tau": 1.2}]
     result = {"history": history, "supervised_tokens": 9, "head_parameters": 3}
-    (tmp_path / "stages" / "train.json").write_text(json.dumps({"result": result}), encoding="utf-8")
-    with pytest.raises(UserError, match="no finished run"):
+    (tmp_path / "summary.json").write_text(json.dumps({"results": {"train": result}}), encoding="utf-8")
+    with pytest.raises(UserError, match="no exported head"):
         curve_of(tmp_path)
     made = {"machine": {"cores": 2, "cpu": "chip", "gpus": []}, "commit": "c", "written": "then"}
     (tmp_path / "head" / "eyas.json").write_text(json.dumps({"provenance": made}), encoding="utf-8")
     curve = curve_of(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["taught_tokens"] == 9
+    assert main([str(tmp_path / "none")]) == 2
+    assert "no run whose training has finished" in capsys.readouterr().err
     assert curve.points == ({"step": 0, "tau": 1.0123, "tree_tau": 1.1},)
     assert (curve.recipe, curve.target, curve.machine) == ("mine", "some/target", "2 cores chip, no GPU")
     assert curve.settings == training_settings(load_recipe(str(tmp_path / "recipe.yaml")))
